@@ -96,6 +96,7 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
         self._waited_s = 0.0
         self._wait_total_s = 0.0
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._in_flight: set[ChunkKey] = set()
         self._lookups = {"hit": 0, "missed": 0}
         self._dropped: dict[str, int] = {}
@@ -174,15 +175,18 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
                 return
             self._closed = True
         self._write_pool.shutdown(wait=False, cancel_futures=False)
-        deadline = time.monotonic() + CLOSE_WAIT_S
-        while self._in_flight and time.monotonic() < deadline:
-            time.sleep(0.01)
+        self.wait_for_writes(CLOSE_WAIT_S)
         self._write_pool.shutdown(wait=False, cancel_futures=True)
         self._read_pool.shutdown(wait=False, cancel_futures=True)
         self.store.close()
         self._metrics.close()
         if self._cpu is None:
             self._allocator.close()
+
+    def wait_for_writes(self, timeout_s: float) -> bool:
+        """Wait until no write is in flight; False where some still are after ``timeout_s`` seconds."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._in_flight, timeout_s)
 
     # -- allocation ---------------------------------------------------------------------------------------------------
 
@@ -396,11 +400,9 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
             if not request.admits(depth):
                 self._drop("prefix lost", 1)
                 return
-            size = obj.get_size()
-            view = obj.payload() if isinstance(obj, SlotMemoryObj) else obj.byte_array.cast("B")
-            result = self.store.put(
-                digest, view, length=size, depth=depth, parent=parent, tokens=int(obj.get_num_tokens())
-            )
+            view = obj.payload() if isinstance(obj, SlotMemoryObj) else obj.byte_array
+            view = view[: obj.get_size()]
+            result = self.store.put(digest, view, depth=depth, parent=parent, tokens=int(obj.get_num_tokens()))
             stored = result.kept
             if not stored:
                 request.refuse(depth)
@@ -423,8 +425,9 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
 
     def _written(self, digest: ChunkKey, obj: Any) -> None:
         obj.ref_count_down()
-        with self._lock:
+        with self._idle:
             self._in_flight.discard(digest)
+            self._idle.notify_all()
 
     def _drop(self, cause: str, chunks: int) -> None:
         with self._lock:
@@ -479,7 +482,7 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
     def _read(self, digest: ChunkKey, obj: Any) -> Any | None:
         """Read one chunk into ``obj``; ``None`` (and the object given back) where that fails."""
         try:
-            view = obj.payload() if isinstance(obj, SlotMemoryObj) else obj.byte_array.cast("B")
+            view = obj.payload() if isinstance(obj, SlotMemoryObj) else obj.byte_array
             result = self.store.get(digest, view)
             if not isinstance(result, Hit):
                 self._failed_load(result.cause.value)

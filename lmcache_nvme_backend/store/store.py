@@ -333,6 +333,16 @@ class ChunkStore:
         """Remove every chunk of this namespace, pinned or not; returns how many there were."""
         return sum(self.remove(key) for key in self._index.keys())
 
+    @property
+    def directory(self) -> str:
+        """This namespace's directory."""
+        return self._directory
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether chunks bypass the page cache."""
+        return self._transfer.direct
+
     def usage(self) -> Usage:
         """Bytes used and promised under the whole root, as of a moment ago, and this namespace's part."""
         ledger = (None if self._closed else self._account.peek()) or Ledger(0, 0)
