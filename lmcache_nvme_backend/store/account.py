@@ -8,6 +8,7 @@ again. The file is read and written, not mapped: a mapping would turn somebody's
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -57,6 +58,7 @@ class Account:
         self._mutex = threading.Lock()
         self._fd = -1
         self._inode = (0, 0)
+        self._closed = False
 
     @contextmanager
     def locked(self, wait_s: float, force_recount: bool = False) -> Iterator[Ledger]:
@@ -83,7 +85,7 @@ class Account:
                     except OSError:
                         pass  # the mark stays set: the next holder counts again
             finally:
-                osio.flock(self._fd, fcntl.LOCK_UN)
+                self._unlock_file()
         finally:
             self._mutex.release()
 
@@ -106,6 +108,7 @@ class Account:
 
     def close(self) -> None:
         with self._mutex:
+            self._closed = True
             if self._fd >= 0:
                 osio.close_quietly(self._fd)
                 self._fd = -1
@@ -129,8 +132,21 @@ class Account:
             osio.close_quietly(self._fd)
             self._fd = -1
 
+    def _unlock_file(self) -> None:
+        try:
+            osio.flock(self._fd, fcntl.LOCK_UN)
+        except OSError:
+            osio.close_quietly(self._fd)  # this drops the lock as well
+            self._fd = -1
+
     def _open(self) -> None:
-        self._fd = osio.open(self._path, os.O_RDWR | os.O_CREAT)
+        if self._closed:
+            raise OSError(errno.EBADF, "the account is closed")
+        try:
+            self._fd = osio.open(self._path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # somebody deleted the directory; the recount that follows restores the rest
+            osio.make_dir(self._path.rpartition("/")[0])
+            self._fd = osio.open(self._path, os.O_RDWR | os.O_CREAT)
         found = osio.fstat(self._fd)
         self._inode = (found.st_dev, found.st_ino)
         osio.fchmod(self._fd, 0o600)

@@ -35,9 +35,14 @@ _LIST_AGE_S: Final = 30.0
 _RECOUNT_INTERVAL_S: Final = 60.0
 
 
+# A namespace whose files could not be removed is left alone for this long.
+_STUCK_S: Final = 60.0
+
+
 class _Foreign(msgspec.Struct):
     """Chunks of another namespace, the one to evict first in front."""
 
+    digest: str
     chunks: deque[tuple[str, int]]  # path, bytes
     made_at: float
 
@@ -56,6 +61,7 @@ class Evictor:
         self._stats = stats
         self._mutex = threading.Lock()
         self._foreign: dict[str, _Foreign] = {}
+        self._stuck: dict[str, float] = {}  # namespace -> since when
         self._recounted_at = float("-inf")
 
     def make_room(self, nbytes: int, spare: Container[ChunkKey]) -> bool:
@@ -82,7 +88,7 @@ class Evictor:
                         return True
                 if time.monotonic() > deadline:
                     return False
-                if not progress and not self._recount():
+                if not progress and not self._skip(source) and not self._recount():
                     return False
         finally:
             self._mutex.release()
@@ -98,9 +104,15 @@ class Evictor:
                     before = ledger.used
                     progress = self._evict(source, nbytes - freed, spare, ledger)
                     freed += before - ledger.used
-                if not progress:
+                if not progress and not self._skip(source):
                     break
         return freed
+
+    def _skip(self, source: _Foreign | None) -> bool:
+        """Whether there may be another source than this one, which gave nothing."""
+        if source is not None:
+            self._stuck[source.digest] = time.monotonic()
+        return source is not None
 
     # --- whose
 
@@ -110,13 +122,15 @@ class Evictor:
             peers = session.live_peers(self._layout)
         except OSError:
             return None
+        now = time.monotonic()
+        self._stuck = {digest: since for digest, since in self._stuck.items() if now - since < _STUCK_S}
         held: dict[str, int] = {}
         for peer in peers:
             held[peer.namespace] = max(held.get(peer.namespace, 0), peer.namespace_bytes)
         dead = [
             name
             for name in recovery.list_dir(self._layout.base)
-            if is_namespace_dir(name) and name not in held and name != self._digest
+            if is_namespace_dir(name) and name not in held and name != self._digest and name not in self._stuck
         ]
         for digest in sorted(dead, key=self._last_use):
             foreign = self._list(digest)
@@ -127,7 +141,7 @@ class Evictor:
         share = self._settings.quota_bytes // (len(held) + 1)
         if held and self._index.nbytes + nbytes <= share:
             largest = max(held, key=lambda digest: held[digest])
-            if held[largest] > share:
+            if held[largest] > share and largest not in self._stuck:
                 foreign = self._list(largest)
                 if foreign.chunks:
                     return foreign
@@ -149,7 +163,7 @@ class Evictor:
             (recovery.file_time(path) or 0 if with_times else 0, -depth, path, blocks * BLOCK)
             for path, (_, depth, blocks) in zip(paths, chunks)
         )
-        foreign = _Foreign(deque((path, size) for _, _, path, size in order), now)
+        foreign = _Foreign(digest, deque((path, size) for _, _, path, size in order), now)
         self._foreign[digest] = foreign
         return foreign
 
@@ -190,7 +204,7 @@ class Evictor:
             path, nbytes = source.chunks.popleft()
             if self._unlink(path, nbytes, ledger):
                 need -= nbytes
-            progress = True
+                progress = True
         return progress
 
     def _unlink(self, path: str, nbytes: int, ledger: Ledger) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Container, Iterable, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -125,15 +126,14 @@ class Index:
             self._used = set()
         return doubles
 
-    def rank(self, times: dict[ChunkKey, int]) -> None:
-        """Order the loaded chunks by the times of their files; what has been used since is more recent than all."""
+    def rank(self, coldest_first: Iterable[ChunkKey]) -> None:
+        """Order the loaded chunks like this. What has been used since they were loaded is more recent than all."""
         with self._lock:
             used = self._used if self._used is not None else set()
             self._used = None
             recent = [key for key in self._policy.coldest() if key in used]
-            oldest = [key for key in self._entries if key not in used]
-            oldest.sort(key=lambda key: (times.get(key, 0), -self._entries[key].depth))
-            self._policy.load(oldest + recent)
+            loaded = (key for key in coldest_first if key in self._entries and key not in used)
+            self._policy.load(chain(loaded, recent))
 
     def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None) -> bool:
         """A chunk is on disk now. False where it was known already."""
@@ -188,16 +188,16 @@ class Index:
 
     def ancestors(self, key: ChunkKey | None) -> list[ChunkKey]:
         """The known chain from `key` up to the head, tail first. Depths fall strictly, so a loop cannot hold it."""
-        chain: list[ChunkKey] = []
+        found: list[ChunkKey] = []
         entry = self._entries.get(key) if key is not None else None
         while key is not None and entry is not None:
-            chain.append(key)
+            found.append(key)
             parent = entry.parent
             above = self._entries.get(parent) if parent is not None else None
             if above is None or above.depth >= entry.depth:
                 break
             key, entry = parent, above
-        return chain
+        return found
 
     def _refresh_ancestors(self) -> None:
         """Storing a chunk is a use of its whole prefix. Done when the order is needed, once for a run of stores."""
@@ -218,7 +218,7 @@ class Index:
                     del times[key]
             return [(key, self._entries[key], ns) for key, ns in batch.items() if key in self._entries]
 
-    def keys(self) -> list[ChunkKey]:
+    def all_keys(self) -> list[ChunkKey]:
         with self._lock:
             return list(self._entries)
 

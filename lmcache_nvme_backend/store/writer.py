@@ -6,6 +6,8 @@ import errno
 import os
 import stat
 import threading
+import time
+from collections import deque
 
 from lmcache_nvme_backend.store import codec, osio
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
@@ -18,7 +20,7 @@ from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import Namespace
 from lmcache_nvme_backend.store.results import PutResult
 from lmcache_nvme_backend.store.session import Session
-from lmcache_nvme_backend.store.settings import STORE_LOCK_WAIT_S, StoreSettings
+from lmcache_nvme_backend.store.settings import STORE_LOCK_WAIT_S, WRITE_BACK_S, StoreSettings
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -46,6 +48,7 @@ class Writer:
         self._index = index
         self._evictor = evictor
         self._transfer = transfer
+        self._written: deque[tuple[float, str]] = deque(maxlen=4096)  # buffered writes still in the page cache
         self._owed_lock = threading.Lock()
         self._owed = 0  # reservations that could not be given back yet, since the lock was not to be had
 
@@ -141,6 +144,8 @@ class Writer:
                 self._rename(temporary, path, key)
                 ledger.used += nbytes
                 outcome = PutResult.STORED
+                if not self._transfer.direct:
+                    self._written.append((time.monotonic(), path))
             self._index.add(key, depth, blocks, parent)
             self._change_reservation(ledger, -nbytes)
         return outcome
@@ -148,7 +153,7 @@ class Writer:
     def _is_there(self, path: str, nbytes: int) -> bool:
         try:
             found = osio.lstat(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         if stat.S_ISREG(found.st_mode) and found.st_size == nbytes:
             return True
@@ -158,11 +163,25 @@ class Writer:
     def _rename(self, temporary: str, path: str, key: ChunkKey) -> None:
         try:
             osio.rename(temporary, path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             osio.lstat(temporary)  # gone itself, if somebody emptied the root: then this raises
-            osio.make_dir(self._layout.namespace(self._namespace.digest))
-            osio.make_dir(self._layout.shard(self._namespace.digest, key))
+            for directory in (
+                self._layout.namespace(self._namespace.digest),
+                self._layout.shard(self._namespace.digest, key),
+            ):
+                osio.make_dir_in_place_of_file(directory)
             osio.rename(temporary, path)
+
+    def drop_written_pages(self) -> None:
+        """Take buffered writes that have reached the disk by now out of the page cache."""
+        while self._written and time.monotonic() - self._written[0][0] > WRITE_BACK_S:
+            _, path = self._written.popleft()
+            try:
+                fd = osio.open(path, os.O_RDONLY)
+            except OSError:
+                continue
+            self._transfer.finish(fd)
+            osio.close_quietly(fd)
 
     def _change_reservation(self, ledger: Ledger, nbytes: int) -> None:
         """Inside the lock: the ledger's sum and the session's own part move together."""
