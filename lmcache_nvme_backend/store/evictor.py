@@ -24,7 +24,13 @@ from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
 from lmcache_nvme_backend.store.results import StoreStats
-from lmcache_nvme_backend.store.settings import EVICT_BATCH, EVICT_WAIT_S, STORE_LOCK_WAIT_S, StoreSettings
+from lmcache_nvme_backend.store.settings import (
+    EVICT_BATCH,
+    EVICT_WAIT_S,
+    STORE_LOCK_WAIT_S,
+    UPKEEP_INTERVAL_S,
+    StoreSettings,
+)
 
 # Another namespace's chunks are ordered by the times of their files up to this many (13 us each), above by depth alone:
 # the wait for the list is part of a put.
@@ -83,7 +89,7 @@ class Evictor:
                         return True
                     progress = session.sweep(self._layout, ledger) > 0
                     if not progress:
-                        progress = self._evict(source, missing + self._settings.headroom_bytes, spare, ledger)
+                        progress = self._evict(source, missing, spare, ledger)
                     if ledger.used + ledger.reserved + nbytes <= quota:
                         return True
                 if time.monotonic() > deadline:
@@ -160,7 +166,7 @@ class Evictor:
         paths = [self._layout.chunk(digest, *chunk) for chunk in chunks]
         with_times = len(chunks) <= _TIMES_LIMIT
         order = sorted(
-            (recovery.file_time(path) or 0 if with_times else 0, -depth, path, blocks * BLOCK)
+            (_period(path) if with_times else 0, -depth, path, blocks * BLOCK)
             for path, (_, depth, blocks) in zip(paths, chunks)
         )
         foreign = _Foreign(digest, deque((path, size) for _, _, path, size in order), now)
@@ -188,20 +194,23 @@ class Evictor:
         if source is not None:
             return self._evict_foreign(source, need, ledger)
         progress = False
-        for key, entry in self._index.take_coldest(need, EVICT_BATCH, spare):
+        for key, entry in self._index.take_coldest(need, self._settings.headroom_bytes, EVICT_BATCH, spare):
             path = self._layout.chunk(self._digest, key, entry.depth, entry.blocks)
             if self._unlink(path, entry.nbytes, ledger):
                 progress = True
             else:
-                self._index.add(key, entry.depth, entry.blocks, entry.parent)
+                self._index.add(key, entry.depth, entry.blocks, entry.parent, stored=False)
         return progress
 
     def _evict_foreign(self, source: _Foreign, need: int, ledger: Ledger) -> bool:
         progress = False
         for _ in range(EVICT_BATCH):
-            if need <= 0 or not source.chunks:
+            if not source.chunks:
                 break
-            path, nbytes = source.chunks.popleft()
+            path, nbytes = source.chunks[0]
+            if need <= 0 and nbytes > need + self._settings.headroom_bytes:
+                break
+            source.chunks.popleft()
             if self._unlink(path, nbytes, ledger):
                 need -= nbytes
                 progress = True
@@ -222,6 +231,11 @@ class Evictor:
         self._recounted_at = time.monotonic()
         with self._account.locked(STORE_LOCK_WAIT_S, force_recount=True):
             return True
+
+
+def _period(path: str) -> int:
+    """When a chunk was last used, as coarsely as its owner writes it down: within that the tail goes first."""
+    return (recovery.file_time(path) or 0) // int(2e9 * UPKEEP_INTERVAL_S)
 
 
 def _rmdir_quietly(path: str) -> None:

@@ -63,6 +63,7 @@ class Index:
         """Count the leading keys that are here, refresh and optionally pin them: one step against eviction."""
         with self._lock:
             count = self.count_prefix(keys)
+            self._refresh_ancestors()
             found = keys if count == len(keys) else keys[:count]
             if found:
                 self._use(found)
@@ -135,8 +136,9 @@ class Index:
             loaded = (key for key in coldest_first if key in self._entries and key not in used)
             self._policy.load(chain(loaded, recent))
 
-    def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None) -> bool:
-        """A chunk is on disk now. False where it was known already."""
+    def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None, stored: bool = True) -> bool:
+        """A chunk is on disk now: `stored` by a caller just now, which is a use of its whole prefix, or found there.
+        False where it was known already."""
         with self._lock:
             if key in self._entries:
                 return False
@@ -146,8 +148,9 @@ class Index:
             self._policy.add(key)
             if self._used is not None:
                 self._used.add(key)
-            if parent is not None:
-                self._tails.pop(parent, None)
+            if stored:
+                if parent is not None:
+                    self._tails.pop(parent, None)
                 self._tails[key] = None
             return True
 
@@ -169,17 +172,22 @@ class Index:
 
     # --- eviction and upkeep
 
-    def take_coldest(self, need_bytes: int, limit: int, spare: Container[ChunkKey]) -> list[tuple[ChunkKey, Entry]]:
-        """Forget the coldest unpinned chunks that are not in `spare`, until they make `need_bytes`; at most `limit`."""
+    def take_coldest(
+        self, need_bytes: int, headroom_bytes: int, limit: int, spare: Container[ChunkKey]
+    ) -> list[tuple[ChunkKey, Entry]]:
+        """Forget the coldest unpinned chunks that are not in `spare`, at most `limit`: until they make `need_bytes`,
+        and further ones as far as they fit into the headroom."""
         with self._lock:
             self._refresh_ancestors()
             victims: list[tuple[ChunkKey, Entry]] = []
             for key in self._policy.coldest():
-                if need_bytes <= 0 or len(victims) >= limit:
+                if len(victims) >= limit:
                     break
                 if key in self._pins or key in spare:
                     continue
                 entry = self._entries[key]
+                if need_bytes <= 0 and entry.nbytes > need_bytes + headroom_bytes:
+                    break
                 victims.append((key, entry))
                 need_bytes -= entry.nbytes
             for key, entry in victims:
@@ -200,7 +208,8 @@ class Index:
         return found
 
     def _refresh_ancestors(self) -> None:
-        """Storing a chunk is a use of its whole prefix. Done when the order is needed, once for a run of stores."""
+        """Bring the prefixes of stored chunks up to date. Done only when the order matters, so that storing a prefix
+        chunk by chunk costs one walk and not one a chunk."""
         tails, self._tails = self._tails, {}
         for tail in tails:
             self._use(self.ancestors(tail)[::-1])

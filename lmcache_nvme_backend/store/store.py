@@ -163,10 +163,11 @@ class ChunkStore:
         return Ledger(used, sum(peer.reserved for peer in sessions.live_peers(layout)))
 
     def _warn_if_full(self) -> None:
-        if self._foreign_bytes > self._settings.quota_bytes // 2:
+        foreign_gib, quota_gib = self._foreign_bytes / 2**30, self._settings.quota_bytes / 2**30
+        if foreign_gib > quota_gib / 2:
             self.warnings.append(
-                f"nvme.path: {self._foreign_bytes / 2**30:.1f} GiB of other files lie under {self._layout.root} and count "
-                f"against nvme.quota_gib ({self._settings.quota_bytes / 2**30:g}). Give the cache a directory of its own."
+                f"nvme.path: {foreign_gib:.1f} GiB of other files lie under {self._layout.root} and count against "
+                f"nvme.quota_gib ({quota_gib:g}). Give the cache a directory of its own."
             )
 
     def _abandon(self) -> None:

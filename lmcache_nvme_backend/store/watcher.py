@@ -67,7 +67,7 @@ class Watcher:
             return False
         now = time.time_ns()
         for found, depth, blocks in recovery.shard_chunks(self._layout.namespace(self._digest), f"{shard:02x}"):
-            self._index.add(found, depth, blocks)
+            self._index.add(found, depth, blocks, stored=False)
         self._shards_ns[shard] = _settled(changed_ns, now)
         return key in self._index
 
