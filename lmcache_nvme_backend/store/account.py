@@ -59,6 +59,7 @@ class Account:
         self._fd = -1
         self._inode = (0, 0)
         self._closed = False
+        self._last: Ledger | None = None
 
     @contextmanager
     def locked(self, wait_s: float, force_recount: bool = False) -> Iterator[Ledger]:
@@ -74,7 +75,7 @@ class Account:
             try:
                 ledger = None if force_recount else self._read()
                 if ledger is None:
-                    self._write(Ledger(0, 0), dirty=True)
+                    self._write(self._last or Ledger(0, 0), dirty=True)
                     ledger = self._recount()
                 self._write(ledger, dirty=True)
                 try:
@@ -90,11 +91,12 @@ class Account:
             self._mutex.release()
 
     def peek(self) -> Ledger | None:
-        """The figures without the lock, as they were a moment ago; None where there are none."""
+        """The figures without the lock, as they were a moment ago; None where none have been read yet."""
         try:
-            return self._parse(osio.pread(self._fd, _SIZE, 0), even_if_dirty=True)
+            found = self._parse(osio.pread(self._fd, _SIZE, 0), even_if_dirty=True)
         except OSError:
-            return None
+            found = None
+        return found or self._last
 
     def holder(self) -> int | None:
         """The process that took the lock last, if it still lives."""
@@ -126,7 +128,12 @@ class Account:
                 time.sleep(pause)
                 pause = min(pause * 2, _POLL_MAX_S)
                 continue
-            if self._is_current():
+            try:
+                current = self._is_current()
+            except OSError:
+                self._unlock_file()
+                raise
+            if current:
                 return
             # Somebody deleted the file: processes that start now lock another one. Join them.
             osio.close_quietly(self._fd)
@@ -173,5 +180,6 @@ class Account:
         return Ledger(used, reserved)
 
     def _write(self, ledger: Ledger, dirty: bool) -> None:
+        self._last = ledger
         record = _RECORD.pack(_MAGIC, dirty, ledger.used, ledger.reserved, os.getpid())
         osio.pwrite(self._fd, record + _CHECK.pack(xxhash.xxh3_64_intdigest(record)), 0)

@@ -19,7 +19,7 @@ import msgspec
 from lmcache_nvme_backend.store import osio, recovery, session
 from lmcache_nvme_backend.store.account import Account, Ledger
 from lmcache_nvme_backend.store.format import BLOCK
-from lmcache_nvme_backend.store.index import Index
+from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
@@ -186,6 +186,8 @@ class Evictor:
             if recovery.list_dir(directory) in ([], [DESCRIPTION]):
                 osio.unlink_quietly(f"{directory}/{DESCRIPTION}")
                 _rmdir_quietly(directory)
+            else:
+                self._stuck[digest] = time.monotonic()
 
     # --- doing it
 
@@ -193,14 +195,30 @@ class Evictor:
         """Unlink one batch; False where there was nothing to unlink, or where none of it could be."""
         if source is not None:
             return self._evict_foreign(source, need, ledger)
-        progress = False
-        for key, entry in self._index.take_coldest(need, self._settings.headroom_bytes, EVICT_BATCH, spare):
-            path = self._layout.chunk(self._digest, key, entry.depth, entry.blocks)
-            if self._unlink(path, entry.nbytes, ledger):
-                progress = True
-            else:
-                self._index.add(key, entry.depth, entry.blocks, entry.parent, stored=False)
-        return progress
+        for respect_others in (True, True, True, False):
+            victims = self._index.take_coldest(need, self._settings.headroom_bytes, EVICT_BATCH, spare)
+            progress = False
+            for key, entry in victims:
+                path = self._layout.chunk(self._digest, key, entry.depth, entry.blocks)
+                if respect_others and self._used_elsewhere(path, entry):
+                    self._index.keep(key, entry)
+                elif self._unlink(path, entry.nbytes, ledger):
+                    progress = True
+                else:
+                    self._index.keep(key, entry)
+            if progress or not victims:
+                return progress
+        return False
+
+    @staticmethod
+    def _used_elsewhere(path: str, entry: Entry) -> bool:
+        """Whether another store of this namespace has used a chunk since this one did: its time says so. The flow of
+        time between a use and its way to the disk is the tolerance."""
+        used_s = (recovery.file_time(path) or 0) // 1_000_000_000
+        if used_s <= entry.used_s + 1:
+            return False
+        entry.used_s = used_s
+        return True
 
     def _evict_foreign(self, source: _Foreign, need: int, ledger: Ledger) -> bool:
         progress = False

@@ -15,11 +15,12 @@ from lmcache_nvme_backend.store.policy import EvictionPolicy
 
 
 class Entry(msgspec.Struct, gc=False):
-    """One chunk. `blocks` and `depth` are shared integer objects: a million entries must stay small."""
+    """One chunk. The integers are shared objects: a million entries must stay small."""
 
     blocks: int  # file size in units of BLOCK
     depth: int
     parent: ChunkKey | None
+    used_s: int = 0  # when this process knew it to be used last, in seconds since the epoch; 0 where it does not know
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +94,12 @@ class Index:
 
     def _use(self, prefix: Sequence[ChunkKey]) -> None:
         self._policy.touch(prefix)
-        self._times.update(dict.fromkeys(prefix, time.time_ns()))
+        now = time.time_ns()
+        self._times.update(dict.fromkeys(prefix, now))
+        now_s = now // 1_000_000_000
+        entries = self._entries
+        for key in prefix:
+            entries[key].used_s = now_s
         if self._used is not None:
             self._used.update(prefix)
 
@@ -126,6 +132,14 @@ class Index:
             self._policy.load(key for depth in sorted(by_depth, reverse=True) for key in by_depth[depth])
             self._used = set()
         return doubles
+
+    def keep(self, key: ChunkKey, entry: Entry) -> None:
+        """A chunk that was taken for eviction stays: it becomes the most recent."""
+        with self._lock:
+            if key not in self._entries:
+                self._entries[key] = entry
+                self._blocks += entry.blocks
+                self._policy.add(key)
 
     def rank(self, coldest_first: Iterable[ChunkKey]) -> None:
         """Order the loaded chunks like this. What has been used since they were loaded is more recent than all."""

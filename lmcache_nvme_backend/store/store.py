@@ -132,6 +132,8 @@ class ChunkStore:
         self._writer = Writer(
             layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer
         )
+        for path in (probe_path, description_path):  # gone, unless their removal failed
+            self._writer.abandon(path, 0)
         for key, depth, blocks in self._doubles:
             self._remove_file(key, Entry(blocks, depth, None))
         self._upkeep = Upkeep(
@@ -276,8 +278,7 @@ class ChunkStore:
         try:
             entry = self._index.get(key)
             if entry is not None:
-                path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
-                if recovery.file_time(path) is not None and self._index.use(key):
+                if self._file_is_there(key, entry) and self._index.use(key):
                     return PutResult.EXISTS, 0
                 self._index.discard(key, entry)
             return self._writer.write(key, view, depth, parent, tokens)
@@ -326,6 +327,10 @@ class ChunkStore:
             self._remove_file(key, entry, outcome.inode)
         return outcome.result, outcome.nbytes
 
+    def _file_is_there(self, key: ChunkKey, entry: Entry) -> bool:
+        path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
+        return recovery.file_time(path) is not None
+
     def _remove_file(self, key: ChunkKey, entry: Entry, inode: int | None = None) -> bool:
         """Remove a chunk's file, if it is still this inode where one is given: a newer file may be good."""
         path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
@@ -341,12 +346,17 @@ class ChunkStore:
             return False
 
     def remove(self, key: ChunkKey) -> bool:
-        """Remove a chunk, pinned or not. False where it was not there."""
+        """Remove a chunk, pinned or not. False where it was not there, or where it cannot be removed now."""
         if not self._enter():
             return False
         try:
             entry = self._index.discard(key)
-            return entry is not None and self._remove_file(key, entry)
+            if entry is None:
+                return False
+            removed = self._remove_file(key, entry)
+            if not removed and self._file_is_there(key, entry):
+                self._index.add(key, entry.depth, entry.blocks, entry.parent, stored=False)
+            return removed
         finally:
             self._leave()
 

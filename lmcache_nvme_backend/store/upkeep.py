@@ -88,6 +88,7 @@ class Upkeep:
         """Read when each chunk was last used, and order the index by it: of those used together the deepest first."""
         by_second: dict[int, list[ChunkKey]] = {}
         ranks: dict[ChunkKey, int] = {}
+        seconds: dict[int, int] = {}
         for key in self._index.all_keys():
             entry = self._index.get(key)
             if self._stopping.is_set():
@@ -95,6 +96,8 @@ class Upkeep:
             if entry is not None:
                 path = self._layout.chunk(self._digest, key, entry.depth, entry.blocks)
                 used_ns = recovery.file_time(path) or 0
+                if not entry.used_s:
+                    entry.used_s = seconds.setdefault(used_ns // 1_000_000_000, used_ns // 1_000_000_000)
                 ranks[key] = (used_ns << 32) + MAX_UINT32 - entry.depth
                 by_second.setdefault(used_ns // 1_000_000_000, []).append(key)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import random
 from pathlib import Path
 
@@ -88,4 +87,4 @@ def session_files(root: Path) -> list[Path]:
 
 
 def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -20,7 +20,9 @@ def test_two_tuples_of_fields_have_one_key_only_where_they_are_equal(left, right
 
 def test_a_character_that_moves_to_the_next_field_changes_the_key():
     """("a", "bc") is not ("ab", "c")."""
-    assert len({digest_fields("a", "bc"), digest_fields("ab", "c"), digest_fields("abc"), digest_fields("abc", "")}) == 4
+    assert (
+        len({digest_fields("a", "bc"), digest_fields("ab", "c"), digest_fields("abc"), digest_fields("abc", "")}) == 4
+    )
 
 
 def test_a_key_is_the_same_in_every_process_and_release():

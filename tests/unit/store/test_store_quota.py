@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 
@@ -143,7 +142,7 @@ def test_a_removed_chunk_gives_its_room_back_once(root):
     with open_store(root) as store:
         put_prefix(store, keys)
         assert store.remove(keys[2]) and not store.remove(keys[2])
-        os.unlink(chunk_path(store, keys[1]))
+        chunk_path(store, keys[1]).unlink()
         assert not store.remove(keys[1])
         assert store.usage().used_bytes == 2 * CHUNK_FILE, "overstated until the next count, never understated"
         with open_store(root):
