@@ -23,6 +23,7 @@ from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
+from lmcache_nvme_backend.store.removal import Removal
 from lmcache_nvme_backend.store.results import StoreStats
 from lmcache_nvme_backend.store.settings import (
     EVICT_BATCH,
@@ -76,40 +77,46 @@ class Evictor:
         `spare` holds chunks that may not go: without its predecessors the new chunk would be worthless.
         Raises `OSError` as `Account.locked` does.
         """
+        with Removal() as removal:
+            if not self._mutex.acquire(timeout=EVICT_WAIT_S):
+                return False
+            try:
+                return self._make_room(nbytes, spare, removal)
+            finally:
+                self._mutex.release()
+
+    def _make_room(self, nbytes: int, spare: Container[ChunkKey], removal: Removal) -> bool:
         quota = self._settings.quota_bytes
         deadline = time.monotonic() + EVICT_WAIT_S
-        if not self._mutex.acquire(timeout=EVICT_WAIT_S):
-            return False
-        try:
-            while True:
-                source = self._source(nbytes)
-                with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
-                    missing = ledger.used + ledger.reserved + nbytes - quota
-                    if missing <= 0:
-                        return True
-                    progress = session.sweep(self._layout, ledger) > 0
-                    if not progress:
-                        progress = self._evict(source, missing, spare, ledger)
-                    if ledger.used + ledger.reserved + nbytes <= quota:
-                        return True
-                if time.monotonic() > deadline:
-                    return False
-                if not progress and not self._skip(source) and not self._recount():
-                    return False
-        finally:
-            self._mutex.release()
+        while True:
+            source = self._source(nbytes)
+            with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+                missing = ledger.used + ledger.reserved + nbytes - quota
+                if missing <= 0:
+                    return True
+                progress = session.sweep(self._layout, ledger) > 0
+                if not progress:
+                    progress = self._evict(source, missing, spare, ledger, removal)
+                if ledger.used + ledger.reserved + nbytes <= quota:
+                    return True
+            removal.finish()
+            if time.monotonic() > deadline:
+                return False
+            if not progress and not self._skip(source) and not self._recount():
+                return False
 
     def free(self, nbytes: int, spare: Container[ChunkKey]) -> int:
         """Evict chunks of `nbytes` in all, whatever the quota says: the disk is full. Returns the bytes freed."""
         freed = 0
         deadline = time.monotonic() + EVICT_WAIT_S
-        with self._mutex:
+        with Removal() as removal, self._mutex:
             while freed < nbytes and time.monotonic() < deadline:
                 source = self._source(nbytes)
                 with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
                     before = ledger.used
-                    progress = self._evict(source, nbytes - freed, spare, ledger)
+                    progress = self._evict(source, nbytes - freed, spare, ledger, removal)
                     freed += before - ledger.used
+                removal.finish()
                 if not progress and not self._skip(source):
                     break
         return freed
@@ -191,10 +198,12 @@ class Evictor:
 
     # --- doing it
 
-    def _evict(self, source: _Foreign | None, need: int, spare: Container[ChunkKey], ledger: Ledger) -> bool:
+    def _evict(
+        self, source: _Foreign | None, need: int, spare: Container[ChunkKey], ledger: Ledger, removal: Removal
+    ) -> bool:
         """Unlink one batch; False where there was nothing to unlink, or where none of it could be."""
         if source is not None:
-            return self._evict_foreign(source, need, ledger)
+            return self._evict_foreign(source, need, ledger, removal)
         for respect_others in (True, True, True, False):
             victims = self._index.take_coldest(need, self._settings.headroom_bytes, EVICT_BATCH, spare)
             progress = False
@@ -202,7 +211,7 @@ class Evictor:
                 path = self._layout.chunk(self._digest, key, entry.depth, entry.blocks)
                 if respect_others and self._used_elsewhere(path, entry):
                     self._index.keep(key, entry)
-                elif self._unlink(path, entry.nbytes, ledger):
+                elif self._unlink(path, entry.nbytes, ledger, removal):
                     progress = True
                 else:
                     self._index.keep(key, entry)
@@ -220,7 +229,7 @@ class Evictor:
         entry.used_s = used_s
         return True
 
-    def _evict_foreign(self, source: _Foreign, need: int, ledger: Ledger) -> bool:
+    def _evict_foreign(self, source: _Foreign, need: int, ledger: Ledger, removal: Removal) -> bool:
         progress = False
         for _ in range(EVICT_BATCH):
             if not source.chunks:
@@ -229,13 +238,13 @@ class Evictor:
             if need <= 0 and nbytes > need + self._settings.headroom_bytes:
                 break
             source.chunks.popleft()
-            if self._unlink(path, nbytes, ledger):
+            if self._unlink(path, nbytes, ledger, removal):
                 need -= nbytes
                 progress = True
         return progress
 
-    def _unlink(self, path: str, nbytes: int, ledger: Ledger) -> bool:
-        removed = remove_file(path)
+    def _unlink(self, path: str, nbytes: int, ledger: Ledger, removal: Removal) -> bool:
+        removed = removal.remove(path)
         if removed:
             ledger.free(nbytes)
             self._stats.evictions += 1
@@ -261,21 +270,3 @@ def _rmdir_quietly(path: str) -> None:
         osio.rmdir(path)
     except OSError:
         pass
-
-
-def remove_file(path: str) -> bool | None:
-    """Remove what has a chunk's name: True where it is gone now, None where it was gone before (another process
-    accounted for it), False where it stays."""
-    try:
-        osio.unlink(path)
-        return True
-    except FileNotFoundError:
-        return None
-    except (IsADirectoryError, PermissionError):
-        try:
-            osio.rmdir(path)
-            return True
-        except OSError:
-            return False
-    except OSError:
-        return False

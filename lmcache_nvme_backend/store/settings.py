@@ -11,7 +11,7 @@ import msgspec
 STORE_LOCK_WAIT_S: Final = 1.0
 # One put evicts for at most this long.
 EVICT_WAIT_S: Final = 2.0
-# Victims unlinked in one hold of the root's lock: unlinking an 8 MiB file takes some 100 us.
+# Victims unlinked in one hold of the root's lock, some 20 us each.
 EVICT_BATCH: Final = 16
 # Freed beyond the need, so that not every put has to evict: the smaller of 1/64 of the quota and this.
 EVICT_HEADROOM_BYTES: Final = 64 << 20

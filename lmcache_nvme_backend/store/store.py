@@ -12,7 +12,7 @@ from lmcache_nvme_backend.store import osio, recovery
 from lmcache_nvme_backend.store import session as sessions
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
-from lmcache_nvme_backend.store.evictor import Evictor, remove_file
+from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
 from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import KEY_BYTES, ChunkKey
@@ -21,6 +21,7 @@ from lmcache_nvme_backend.store.namespace import Namespace, write_description
 from lmcache_nvme_backend.store.opening import check_root, choose_transfer
 from lmcache_nvme_backend.store.policy import EvictionPolicy, TailFirstLru
 from lmcache_nvme_backend.store.reader import Reader
+from lmcache_nvme_backend.store.removal import Removal
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
 from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, STORE_LOCK_WAIT_S, StoreSettings
 from lmcache_nvme_backend.store.upkeep import Upkeep
@@ -335,10 +336,10 @@ class ChunkStore:
         """Remove a chunk's file, if it is still this inode where one is given: a newer file may be good."""
         path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
         try:
-            with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+            with Removal() as removal, self._account.locked(STORE_LOCK_WAIT_S) as ledger:
                 if inode is not None and osio.lstat(path).st_ino != inode:
                     return False
-                removed = remove_file(path)
+                removed = removal.remove(path)
                 if removed:
                     ledger.free(entry.nbytes)
                 return bool(removed)

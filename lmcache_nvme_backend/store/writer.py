@@ -11,12 +11,13 @@ from collections import deque
 from lmcache_nvme_backend.store import codec, osio
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.direct_io import Transfer
-from lmcache_nvme_backend.store.evictor import Evictor, remove_file
+from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, CODEC_ZSTD, MAX_UINT32, Header, blocks_of, checksum
 from lmcache_nvme_backend.store.index import Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import Namespace
+from lmcache_nvme_backend.store.removal import remove_file
 from lmcache_nvme_backend.store.results import PutResult
 from lmcache_nvme_backend.store.session import Session
 from lmcache_nvme_backend.store.settings import STORE_LOCK_WAIT_S, WRITE_BACK_S, StoreSettings
