@@ -98,13 +98,13 @@ def fill(root):
     ("call", "code"),
     [(call, errno.EIO) for call in CALLS] + [(call, errno.ENOSPC) for call in ("open", "pwritev", "pwrite", "rename")],
 )
-def test_one_failing_call_costs_a_chunk_at_most(root, monkeypatch, call, code):
+def test_one_failing_call_costs_a_chunk_at_most(fast_root, monkeypatch, call, code):
     """Every N from the first to the last call of each kind."""
-    fill(root)
+    fill(fast_root)
     nth = 0
     while True:
         nth += 1
-        with open_store(root, quota_chunks=6, fsync="data") as store:
+        with open_store(fast_root, quota_chunks=6, fsync="data" if call == "fdatasync" else "none") as store:
             store._upkeep._stopping.set()
             store._upkeep._thread.join()
             put_prefix(store, prefix("old", 3))
@@ -113,8 +113,8 @@ def test_one_failing_call_costs_a_chunk_at_most(root, monkeypatch, call, code):
                 fault = Fault(patch, call, nth, code, for_good=False)
                 use_everything(store)
             assert open_descriptors() <= descriptors, f"{call} number {nth} leaks a descriptor"
-            assert disk_bytes(root) <= store.usage().quota_bytes
-            check_recovered(store, root)
+            assert disk_bytes(fast_root) <= store.usage().quota_bytes
+            check_recovered(store, fast_root)
             store.clear()
         if not fault.fired:
             break
@@ -123,10 +123,10 @@ def test_one_failing_call_costs_a_chunk_at_most(root, monkeypatch, call, code):
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("code", ERRORS)
-def test_a_call_that_fails_for_good_is_misses_and_drops_until_it_works_again(root, monkeypatch, call, code):
+def test_a_call_that_fails_for_good_is_misses_and_drops_until_it_works_again(fast_root, monkeypatch, call, code):
     """A dying disk, a read-only remount, no descriptors left."""
-    fill(root)
-    with open_store(root, quota_chunks=6) as store:
+    fill(fast_root)
+    with open_store(fast_root, quota_chunks=6) as store:
         store._upkeep._stopping.set()
         store._upkeep._thread.join()
         put_prefix(store, prefix("old", 3))
@@ -136,15 +136,15 @@ def test_a_call_that_fails_for_good_is_misses_and_drops_until_it_works_again(roo
             use_everything(store)
             use_everything(store)
         assert open_descriptors() <= descriptors
-        assert disk_bytes(root) <= store.usage().quota_bytes
-        check_recovered(store, root)
+        assert disk_bytes(fast_root) <= store.usage().quota_bytes
+        check_recovered(store, fast_root)
 
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("for_good", [False, True])
-def test_an_open_that_meets_a_failing_call_works_or_says_so(root, monkeypatch, call, for_good):
+def test_an_open_that_meets_a_failing_call_works_or_says_so(fast_root, monkeypatch, call, for_good):
     """`ConfigError` and nothing else; no descriptor and no session is left behind, and the next open works."""
-    with open_store(root) as store:
+    with open_store(fast_root) as store:
         put_prefix(store, prefix("old", 3))
     descriptors = open_descriptors()
     nth = 0
@@ -153,17 +153,17 @@ def test_an_open_that_meets_a_failing_call_works_or_says_so(root, monkeypatch, c
         with monkeypatch.context() as patch:
             fault = Fault(patch, call, nth, errno.EIO, for_good)
             try:
-                with open_store(root) as store:
+                with open_store(fast_root) as store:
                     fault.stop()
                     store._writer.settle()
                     assert store.match(prefix("old", 3)) in (0, 1, 2, 3)
-                    assert store.usage().used_bytes == disk_bytes(root)
+                    assert store.usage().used_bytes == disk_bytes(fast_root)
             except ConfigError as error:
                 assert error.setting in ("nvme.path", "nvme.direct_io")
         assert open_descriptors() == descriptors, f"{call} number {nth} leaks a descriptor"
-        with open_store(root) as store:
+        with open_store(fast_root) as store:
             assert store.match(prefix("old", 3)) == 3
-            assert temporaries(root) == []
+            assert temporaries(fast_root) == []
         if not fault.fired:
             break
 
