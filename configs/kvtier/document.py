@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-QUESTION = "Question: In two sentences, who wrote this log, and what does it describe?\nAnswer:"
+# The answer stands in the title only, some 4,900 tokens before: it needs the KV of the prompt's first chunk.
+QUESTION = "Question: Who kept this log?\nAnswer: This log was kept by"
 
 _WINDS = ("north", "north-east", "east", "south-east", "south", "south-west", "west", "north-west")
 _FORCES = ("a light air", "a gentle breeze", "a fresh breeze", "a strong wind", "half a gale", "a full gale")
@@ -40,7 +41,7 @@ _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "Augu
 
 
 def lighthouse_log(entries: int) -> str:
-    """`entries` days of the log, about 95 tokens of a usual tokenizer each. Equal for equal `entries`, on any machine."""
+    """`entries` days of the log, about 110 tokens each; equal for equal `entries`, on any machine."""
     draw = random.Random(1887)  # The integer methods of this generator are the same in every Python version.
     days = [_entry(day, draw) for day in range(entries)]
     title = "LOG OF THE LIGHT ON CARRICK SKERRY, kept by Hannah Aldridge, principal keeper, in the year 1887.\n\n"
