@@ -83,6 +83,8 @@ def test_any_part_may_be_deleted_while_the_store_is_open(root, victim):
         assert len(session_files(root)) == 1
         with open_store(root, quota_chunks=4, namespace=OTHER_NAMESPACE) as other:
             assert other.usage().used_bytes == disk_bytes(root)
+            assert put(store, prefix("later", 1)[0]) is PutResult.STORED
+            assert other.usage().used_bytes == disk_bytes(root), "two stores, two accounts"
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(48), b"\xff" * 48, bytes(10_000)])
