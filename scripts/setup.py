@@ -120,8 +120,16 @@ def step(what: str, command: list[str], log: Path, may_fail: bool = False) -> bo
     with log.open("ab") as out:
         out.write(f"\n$ {' '.join(command)}\n".encode())
         out.flush()
+        # A shell's PYTHONPATH would let pip see, and the check import, what is not in the environment.
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=env,
+            start_new_session=True,
         )
         try:
             for beat in itertools.count(1):
