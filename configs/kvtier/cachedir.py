@@ -42,7 +42,7 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
 
 
 def own_folder(kind: str) -> Path:
-    """A new folder in the cache directory for this process; those of the same kind whose process is gone are removed."""
+    """A new folder in the cache directory for this process; those of its kind whose process is gone are removed."""
     for folder in cache_dir().glob(f"{kind}-*"):
         pid = folder.name.removeprefix(f"{kind}-").partition("-")[0]
         if pid.isdigit() and not Path("/proc", pid).exists():
