@@ -39,7 +39,9 @@ def test_the_plugin_works_with_an_older_lmcache(version):
     paths = [str(overlay), str(REPOSITORY), str(REPOSITORY / "configs"), *os.environ.get("PYTHONPATH", "").split(":")]
     env = os.environ | {"PYTHONPATH": ":".join(path for path in paths if path), "KVTIER_EXPECTED_LMCACHE": version}
     command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider"]
-    command += [str(HERE / chosen) for chosen in (*CHOSEN, "test_lmcache_versions.py::test_this_is_the_expected_lmcache")]
+    command += [
+        str(HERE / chosen) for chosen in (*CHOSEN, "test_lmcache_versions.py::test_this_is_the_expected_lmcache")
+    ]
     done = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
 

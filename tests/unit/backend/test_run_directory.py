@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-MAKE = "from lmcache_nvme_backend.run_directory import make_run_directory as m; p = m(); assert m() == p; print(p, flush=True)"
+MAKE = "from lmcache_nvme_backend.run_directory import make_run_directory as m; p = m(); print(m(), flush=True)"
 
 
 @pytest.fixture
