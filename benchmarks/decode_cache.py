@@ -1,6 +1,6 @@
 """What LMCache's `save_decode_cache` brings to a multi-turn session, where every answer is part of the next prompt.
 
-Two engines, one after the other, on the same session: answers stored, and not. vLLM's own pool is emptied before every
+Two engines, one after the other, on the same session: answers stored, and not. vLLM's own pool is emptied before each
 turn, so that each turn is served from the tier as after an eviction or a restart. Prints one table; `--json FILE` writes
 its rows. The answers are cut to `--answer-tokens`, since what matters is how they compare to a chunk of 256 tokens.
 
@@ -17,11 +17,12 @@ from typing import Annotated
 import httpx
 import typer
 import yaml
+from rich.console import Console
+from rich.table import Table
+
 from kvtier.engine import Engine, EngineSpec
 from kvtier.examples import example
 from kvtier.model import find_model
-from rich.console import Console
-from rich.table import Table
 
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
@@ -34,7 +35,7 @@ def tokens(engine: Engine) -> dict[str, float]:
 def run_session(saved: bool, turns: int, answer_tokens: int, user_words: int) -> dict[str, float | str]:
     """One engine, one session; the sums over its turns."""
     with tempfile.TemporaryDirectory(prefix="decode-cache-", dir=Path.home()) as folder:
-        config = yaml.safe_load(example("lmcache-nvme.yaml"))
+        config = yaml.safe_load(example("lmcache-nvme.yaml").read_text())
         config["extra_config"] |= {"nvme.path": f"{folder}/kv", "nvme.quota_gib": 4}
         config["save_decode_cache"] = saved
         (Path(folder) / "kv").mkdir()
