@@ -9,17 +9,16 @@ overwrites it.
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+
+from lmcache_nvme_backend.run_directory import make_run_directory
 
 DIRECTORY_VARIABLE = "KVTIER_METRICS_DIR"
 EXPORT_INTERVAL_S = 0.25  # a scrape is at most this old; an export is some twenty stores into an mmap
@@ -73,15 +72,10 @@ def serve_children() -> None:
         return
     from prometheus_client import REGISTRY, multiprocess
 
-    directory = tempfile.mkdtemp(prefix="kvtier-metrics-")
+    collector: Any = multiprocess.MultiProcessCollector
+    directory = str(make_run_directory())
     os.environ[DIRECTORY_VARIABLE] = directory
-    multiprocess.MultiProcessCollector(REGISTRY, path=directory)
-    atexit.register(_remove, directory, os.getpid())
-
-
-def _remove(directory: str, owner: int) -> None:
-    if os.getpid() == owner:
-        shutil.rmtree(directory, ignore_errors=True)
+    collector(REGISTRY, path=directory)
 
 
 class MetricsExporter:
@@ -97,13 +91,14 @@ class MetricsExporter:
         directory = os.environ.get(DIRECTORY_VARIABLE)
         if not directory or not Path(directory).is_dir():
             return
-        from prometheus_client.mmap_dict import MmapedDict, mmap_key
+        from prometheus_client import mmap_dict
 
-        self._key = mmap_key
+        self._key: Any = mmap_dict.mmap_key
+        open_file: Any = mmap_dict.MmapedDict
         # The file's name is parsed as type_mode_id; an id of our own keeps it apart from prometheus_client's own files.
         self._files = {
-            "counter": MmapedDict(f"{directory}/counter_kvtier-{os.getpid()}-{rank}.db"),
-            "gauge": MmapedDict(f"{directory}/gauge_mostrecent_kvtier-{os.getpid()}-{rank}.db"),
+            "counter": open_file(f"{directory}/counter_kvtier-{os.getpid()}-{rank}.db"),
+            "gauge": open_file(f"{directory}/gauge_mostrecent_kvtier-{os.getpid()}-{rank}.db"),
         }
         self._export()
         self._thread = threading.Thread(target=self._run, name="kvtier-metrics", daemon=True)
