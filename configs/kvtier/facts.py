@@ -140,6 +140,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     measured: Measured = Measured()
     environment: dict[str, str] = {}
     """Variables already set that change what may be planned."""
+    patches: dict[str, str] = {}
+    """What kvpatches says of the installed vLLM: patch id to state."""
     nodes: tuple[Node, ...] = ()
     """Empty on a single host."""
 

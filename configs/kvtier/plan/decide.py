@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from kvtier.facts import Facts, Memory
+from kvtier.units import gib
 from kvtier.geometry import checkpoint, kv
-from kvtier.plan import lmcache, memory, native, speculation
+from kvtier.detect.memory import main_devices
+from kvtier.plan import hosts, lmcache, memory, native, speculation
+from kvtier.plan.advice import advise, remarks
 from kvtier.plan.draft import Draft, Refusal
 from kvtier.plan.estimate import estimates
 from kvtier.plan.result import Alternative, Decision, Effect, Plan
@@ -42,6 +45,7 @@ def _decide(draft: Draft) -> None:
     speculation.arguments(draft)
     if draft.geometry.attention_free:
         draft.say("no-kv-to-keep", Effect.CHOSE, "no layer of this model keeps KV for a token, so a tier would hold nothing.")
+        _without_tier(draft)
         return
     if draft.memory is Memory.DISCRETE:
         _discrete(draft)
@@ -50,7 +54,22 @@ def _decide(draft: Draft) -> None:
     else:
         _cpu(draft)
     speculation.patches(draft)
+    _advise(draft)
     draft.estimates = estimates(draft)
+
+
+def _advise(draft: Draft) -> None:
+    """What an engine said of its pool decides the three flags that shape it."""
+    figures = draft.wishes.figures
+    if figures is None:
+        draft.say("pool-not-known", Effect.NOTED, "--gpu-memory-utilization, --max-num-seqs and --max-num-batched-tokens are left to vLLM: "
+                  "start once and plan again with --log, or see `kvtier doctor --url`.")
+        return
+    draft.say("pool-seen", Effect.NOTED, f"{figures.source}: {'; '.join(remarks(figures))}.")
+    for advice in advise(figures, draft.facts, draft.wishes.typical_tokens):
+        draft.args += [advice.flag, advice.honest]
+        was = "" if advice.right else f" (was {advice.found})"
+        draft.say(f"honest{advice.flag.removeprefix('-')}", Effect.CHANGED, f"{advice.flag} {advice.honest}{was}: {advice.why}.")
 
 
 def _discrete(draft: Draft) -> None:
@@ -61,6 +80,7 @@ def _discrete(draft: Draft) -> None:
         native.ram_and_nvme(draft)
     else:
         native.ram(draft)
+    _weights_fit(draft)
     if draft.facts.wsl:
         draft.say("wsl-pins-little", Effect.WARNED, "WSL2 lets a process pin only a part of the memory given to it: if the tier "
                   "stays pageable, copies are slow; raise `memory` in .wslconfig.")
@@ -95,6 +115,7 @@ def _unified_hybrid(draft: Draft) -> None:
             f"vLLM {draft.target}" if not draft.target_at_least(0, 28) else "this device")
         draft.say("unified-hybrid-no-tier", Effect.CHOSE, f"no tier: vLLM's disk-only connector, which takes hybrid models, does not "
                   f"exist for {why} (it needs 0.28, an NVIDIA device and one host).")
+        _without_tier(draft)
     draft.alternatives += [
         Alternative(name="vLLM's RAM and fs tiers with the smallest RAM tier", loses="the RAM tier's bytes, taken from the KV pool's "
                     "memory; a quota; and where one step writes more than that RAM tier holds, the rest is not stored",
@@ -106,10 +127,28 @@ def _unified_hybrid(draft: Draft) -> None:
     ]
 
 
+def _without_tier(draft: Draft) -> None:
+    if draft.serving_nodes and draft.memory is Memory.UNIFIED:
+        hosts.split(draft)
+
+
+def _weights_fit(draft: Draft) -> None:
+    """On a device with memory of its own: say so where a rank's weights are more than that."""
+    weights, devices = draft.checkpoint.weights_bytes, main_devices(draft.facts.devices)
+    size = devices[0].memory_bytes if devices else None
+    if weights and size and weights // draft.world_size > size:
+        needed = -(-weights // (size * 4 // 5))
+        draft.say("weights-exceed-device", Effect.WARNED, f"{gib(weights)} of weights over {draft.world_size} rank(s) do not fit "
+                  f"{gib(size)} a device: the engine will not start. It takes some {needed} such devices (--tp), or smaller weights.")
+
+
 def _cpu(draft: Draft) -> None:
     if draft.wishes.ram_gib is not None:
         raise draft.refuse("cpu-refuses-ram", "without a device the KV pool is host RAM already, and vLLM's RAM tier refuses the "
                            "CPU. Leave --ram-gib out: the tier is NVMe.")
+    if (draft.checkpoint.weights_bytes or 0) > draft.facts.ram_available - memory.reserve(draft.facts) // 2:
+        raise draft.refuse("weights-do-not-fit", f"{gib(draft.checkpoint.weights_bytes or 0)} of weights are more than the "
+                           f"{gib(draft.facts.ram_available)} of RAM available.")
     pool = memory.cpu_pool_gib(draft)
     draft.env["VLLM_CPU_KVCACHE_SPACE"] = str(pool)
     draft.say("cpu-pool", Effect.CHANGED, f"VLLM_CPU_KVCACHE_SPACE={pool}: a third of what the weights leave of the available "

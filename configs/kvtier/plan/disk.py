@@ -43,7 +43,7 @@ def choose(draft: Draft, *, default_name: str = "kv-cache") -> Place:
     else:
         disk = _best(draft.facts.disks, asked)
         if disk is None:
-            raise draft.refuse("no-nvme", "no local, non-rotational file system was found for the tier. Name a directory "
+            raise draft.refuse("no-nvme", "no local file system with space was found for the tier. Name a directory "
                                "with --nvme DIR.")
         path = disk.mount if disk.loopback else str(PurePosixPath(_room(disk)) / default_name)
         draft.say("nvme-directory-proposed", Effect.CHOSE, f"{path}: on {disk.device} ({disk.filesystem}, "
@@ -73,13 +73,13 @@ def _holding(disks: tuple[Disk, ...], path: str) -> Disk | None:
 
 def _best(disks: tuple[Disk, ...], asked_gib: int | None) -> Disk | None:
     fit = [disk for disk in disks if disk.filesystem not in _RAM_FILESYSTEMS | _NETWORK_FILESYSTEMS
-           and disk.rotational is not True and disk.free_bytes > GIB]
+           and disk.free_bytes > GIB]
     if asked_gib is not None:
         images = [disk for disk in fit if disk.loopback and abs(disk.total_bytes - asked_gib * GIB) <= asked_gib * GIB // 10]
         if images:
             return images[0]
     fit = [disk for disk in fit if not disk.loopback]
-    return max(fit, key=lambda disk: (disk.o_direct is not False, disk.free_bytes), default=None)
+    return max(fit, key=lambda disk: (not disk.rotational, disk.o_direct is not False, disk.free_bytes), default=None)
 
 
 def _size(draft: Draft, path: str, disk: Disk | None) -> int:

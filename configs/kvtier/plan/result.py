@@ -69,7 +69,7 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     fixes: str
     state: str
-    """What kvpatches says of the installed vLLM: applied, needed, not-needed, unknown-code, or not-checked."""
+    """What kvpatches says of the installed vLLM, such as applied or needed; not-checked where the facts lack it."""
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,8 +107,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     box: str
     memory: str
+    vendor: str | None = None
+    """Of the device: nvidia, amd, intel, or None on a CPU."""
+    world_size: int = 1
     target_vllm: str
     reasons: list[Reason]
+    command: list[str] = []
+    """How the model is served; `vllm_args` come after it."""
     vllm_args: list[str] = []
     """Arguments after the model. With several nodes those of rank 0; see `nodes`."""
     env: dict[str, str] = {}

@@ -12,6 +12,12 @@ from lmcache_nvme_backend.errors import ConfigError
 _AFFECTED = ((0, 24, 0), (0, 30, 0))
 """Bisected on released wheels: 0.24.0 to 0.29.0 store and never serve; 0.30.0 and later serve."""
 _DRAFTED = {"mtp", "eagle", "eagle3"}
+_FIXES = {
+    "vllm-52771": "stores and never serves with drafted tokens on a hybrid model (vLLM issue 52735)",
+    "vllm-52807": "an assertion that ends the engine on a partial hit, which shows once hits happen",
+}
+APPLIED = {"applied", "fixed-upstream", "not-affected"}
+"""States of kvpatches that leave nothing to do."""
 
 
 def arguments(draft: Draft) -> None:
@@ -42,11 +48,16 @@ def patches(draft: Draft) -> None:
         draft.say("spec-decode-on-hybrid", Effect.NOTED, f"vLLM {draft.target} is not one of the releases (0.24 to 0.29) that store "
                   "and never serve with drafted tokens on a hybrid model.")
         return
-    draft.patches = [
-        Patch(name="hybrid-spec-decode", fixes="stores and never serves with drafted tokens on a hybrid model (vllm-project/"
-              "vllm#52735, fix #52771)", state="not-checked"),
-        Patch(name="hybrid-partial-hit", fixes="an assertion that ends the engine on a partial hit, once hits happen "
-              "(vllm-project/vllm#52807)", state="not-checked"),
-    ]
-    draft.say("spec-decode-on-hybrid", Effect.WARNED, f"vLLM {draft.target} with {draft.wishes.spec} on a hybrid model stores and "
-              "never serves. It needs the patches listed here (`kvpatches apply`, or `kvtier launch --apply-patches`), or 0.30.")
+    draft.patches = [Patch(name=name, fixes=fixes, state=_state(draft, name)) for name, fixes in _FIXES.items()]
+    states = ", ".join(f"{patch.name}: {patch.state}" for patch in draft.patches)
+    applied = all(patch.state in APPLIED for patch in draft.patches)
+    draft.say("spec-decode-on-hybrid", Effect.NOTED if applied else Effect.WARNED,
+              f"vLLM {draft.target} with {draft.wishes.spec} on a hybrid model stores and never serves without the patches {states}."
+              + ("" if applied else " Apply them with `kvpatches apply` or `kvtier launch --apply-patches`, or take 0.30."))
+
+
+def _state(draft: Draft, name: str) -> str:
+    """kvpatches judged the vLLM that is installed; of another release nothing is known."""
+    if draft.wishes.target_vllm not in (None, draft.facts.versions.vllm):
+        return "not-checked"
+    return draft.facts.patches.get(name, "not-checked")

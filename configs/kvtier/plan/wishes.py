@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from kvtier.facts import Node
+from kvtier.plan.advice import EngineFigures
 from lmcache_nvme_backend.errors import ConfigError
 
 # Methods that vLLM takes in --speculative-config and that draft with layers of their own.
@@ -36,6 +37,8 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     link_gbps: float | None = None
     nvme_gbps: float | None = None
     """Rates given by the user, in GB/s; they go before measured ones."""
+    figures: EngineFigures | None = None
+    """What an engine on this box said of its pool."""
     lmcache_file: str = "/etc/kvtier/lmcache.yaml"
     """Where the LMCache configuration will lie on the host that serves."""
 

@@ -1,0 +1,1 @@
+"""The commands of ``kvtier``, one module each, every one with ``register(app)``."""
