@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from boxes import BOXES, MODELS, UNIT, argument, facts, planned
+from tests.unit.kvtier.boxes import BOXES, MODELS, UNIT, argument, facts, planned
 
 from kvtier.facts import Memory
 from kvtier.plan.result import Decision

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from boxes import UNIT, argument, facts, planned
+from tests.unit.kvtier.boxes import UNIT, argument, facts, planned
 
 from kvtier.plan.advice import from_log
 from kvtier.plan.disk import Place, loopback_recipe

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from boxes import argument, facts, planned
+from tests.unit.kvtier.boxes import argument, facts, planned
 
 from kvtier.facts import Measured
 from kvtier.plan import wishes
@@ -124,7 +124,7 @@ def test_fixed_pool_on_unified_memory_is_explained() -> None:
 
 def test_fixed_pool_is_left_out_without_an_index(tmp_path) -> None:
     """Without the weights' bytes the pool is left out, and the reason is said."""
-    from boxes import UNIT
+    from tests.unit.kvtier.boxes import UNIT
 
     from kvtier.plan.decide import plan as decide
     from kvtier.plan.wishes import Wishes
