@@ -63,9 +63,9 @@ def _whole(setting: str, text: str | None, allowed: str, example: str) -> int | 
     try:
         value = int(text)
     except ValueError:
-        raise ConfigError(setting, repr(text), allowed, f"Give {setting} {example}.") from None
+        raise ConfigError(setting, repr(text), allowed, f"Give one {example}.") from None
     if value <= 0:
-        raise ConfigError(setting, repr(text), allowed, f"Give {setting} {example}, or leave it out.")
+        raise ConfigError(setting, repr(text), allowed, f"Give one {example}, or leave {setting} out.")
     return value
 
 

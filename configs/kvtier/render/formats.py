@@ -55,7 +55,7 @@ def host(plan: Plan, rank: int = 0) -> Host:
     if not 0 <= rank < len(plan.nodes):
         raise ConfigError("--rank", str(rank), f"0 to {len(plan.nodes) - 1}", "Give a rank of the plan.")
     node = plan.nodes[rank]
-    return Host(name=node.name, args=node.vllm_args, env=node.env, lmcache=node.lmcache_config, nvme=paths[rank])
+    return Host(name=node.name, args=node.vllm_args, env=node.env, lmcache=node.lmcache_config, nvme=paths[rank] if paths else None)
 
 
 def as_args(plan: Plan, host: Host) -> str:
