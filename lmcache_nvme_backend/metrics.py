@@ -53,6 +53,7 @@ METRICS = (
     Metric("kvtier_used_bytes", "gauge", "Bytes under the root, over all namespaces and processes of the host"),
     Metric("kvtier_quota_bytes", "gauge", "The host's quota"),
     Metric("kvtier_staging_bytes", "gauge", "Host memory of this rank's staging ring"),
+    Metric("kvtier_lmcache_cpu_pool_bytes", "gauge", "Host memory of LMCache's own CPU pool in this rank"),
     Metric("kvtier_staging_slots_free", "gauge", "Staging slots free now"),
     Metric("kvtier_chunks", "gauge", "Chunks in this rank's namespace"),
     Metric("kvtier_direct_io", "gauge", "1 where chunks bypass the page cache"),

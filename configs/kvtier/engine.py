@@ -190,9 +190,7 @@ class Engine:
 
     def count_tokens(self, prompt: str) -> int:
         """The number of tokens that `complete` would see."""
-        response = self._client.post(
-            f"{self.url}/tokenize", json={"model": self.spec.served_name, "prompt": prompt}
-        )
+        response = self._client.post(f"{self.url}/tokenize", json={"model": self.spec.served_name, "prompt": prompt})
         if response.status_code != 200:
             raise EngineRequestError(_error_message(response.content))
         return int(response.json()["count"])

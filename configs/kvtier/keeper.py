@@ -32,17 +32,17 @@ def _prctl(option: int, value: int) -> None:
         pass  # Not this C library: the session's sweep below remains.
 
 
-def _stat_fields(pid: str) -> list[str]:
+def _stat_fields(process: Path) -> list[str]:
     """State, parent and session stand at 0, 1 and 3; the name before them may hold spaces and brackets."""
-    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def descendants(session: int, keeper: int) -> list[int]:
-    """Every live process of the session, and whatever left it but still descends from the keeper, without the keeper."""
+    """Every live process of the session, and what left it but descends from the keeper; without the keeper."""
     parents: dict[int, int] = {}
     found = set()
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
             continue
         try:
             state, parent, _, sid = _stat_fields(entry)[:4]
@@ -50,9 +50,10 @@ def descendants(session: int, keeper: int) -> list[int]:
             continue  # It ended while we looked.
         if state in "ZX":
             continue
-        parents[int(entry)] = int(parent)
+        pid = int(entry.name)
+        parents[pid] = int(parent)
         if int(sid) == session:
-            found.add(int(entry))
+            found.add(pid)
     for pid in parents:
         above = parents[pid]
         while above > 1 and above != keeper:

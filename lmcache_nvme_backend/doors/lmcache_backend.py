@@ -546,6 +546,7 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
             "kvtier_used_bytes": usage.used_bytes,
             "kvtier_quota_bytes": usage.quota_bytes,
             "kvtier_staging_bytes": self._allocator.ring.nbytes if self._cpu is None else 0,
+            "kvtier_lmcache_cpu_pool_bytes": 0 if self._cpu is None else int(self._cpu.get_memory_allocator().size),
             "kvtier_staging_slots_free": self._allocator.ring.free if self._cpu is None else 0,
             "kvtier_chunks": usage.namespace_chunks,
             "kvtier_direct_io": self.store.direct_io,

@@ -1,1 +1,1 @@
-"""The commands of ``kvtier``, one module each, every one with ``register(app)``."""
+"""One module a sub-command of `kvtier`, most with ``register(app)``; each imports what is heavy only when it is called."""

@@ -105,3 +105,14 @@ def _with(device: Device, asked: Device) -> Device:
     """nvidia-smi's view with what only libcuda knows."""
     return Device(vendor=device.vendor, name=device.name, memory_bytes=device.memory_bytes, pci_id=device.pci_id, pci_slot=device.pci_slot,
                   integrated=asked.integrated, compute_capability=device.compute_capability or asked.compute_capability)
+
+
+def free_bytes() -> int | None:
+    """Free memory of the device with the least of it, by nvidia-smi; None where it does not say."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"], capture_output=True, text=True,
+                              timeout=_SMI_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    values = [int(line) << 20 for line in done.stdout.split() if line.isdigit()]
+    return min(values) if values else None
