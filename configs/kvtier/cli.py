@@ -6,7 +6,6 @@ import signal
 import sys
 from types import FrameType
 
-import click
 import typer
 
 from kvtier.commands import acid_test, detect, doctor, launch, plan, render, watch
@@ -23,6 +22,8 @@ for _command in (detect, plan, render, launch, doctor, acid_test, watch):
     _command.register(app)
 
 _INTERRUPTED = 130
+# Recent typers carry a click of their own, so that `import click` names other classes than those raised here.
+_ClickException = typer.BadParameter.__bases__[0].__bases__[0]
 
 
 @app.callback()
@@ -43,10 +44,10 @@ def _run(arguments: list[str]) -> int:
 
     try:
         code = app(arguments, standalone_mode=False) or 0
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except _ClickException as error:
+        error.show()  # type: ignore[attr-defined]
+        return int(error.exit_code)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
         code = _INTERRUPTED
     except (ConfigError, EngineStartError, EngineRequestError) as error:
         print(f"kvtier: {error}", file=sys.stderr)

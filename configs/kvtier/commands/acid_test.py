@@ -53,11 +53,13 @@ def show(result: Result) -> None:
     """The table and the verdict."""
     pool = f", pool {count(result.pool_tokens)} tokens" if result.pool_tokens else ""
     table = Table(title=f"{result.engine} at {result.url}{pool}")
-    for column in ("step", "first token", "tokens", "computed", "pool", "tier", "to tier", "from tier", "disk written", "disk read"):
-        table.add_column(column, justify="left" if column == "step" else "right")
+    table.add_column("step", no_wrap=True)
+    for column in ("first token s", "tokens", "computed", "from pool", "from tier", "stored MB", "loaded MB", "disk MB out", "disk MB in"):
+        table.add_column(column, justify="right")
     for step in result.steps:
-        table.add_row(step.name, f"{step.seconds:.2f} s", count(step.prompt_tokens), count(step.computed), count(step.from_pool), count(step.from_tier),
-                      *(f"{moved / 1e6:,.1f} MB" for moved in (step.stored_bytes, step.loaded_bytes, step.disk_written_bytes, step.disk_read_bytes)))
+        moved = (step.stored_bytes, step.loaded_bytes, step.disk_written_bytes, step.disk_read_bytes)
+        table.add_row(step.name, f"{step.seconds:.2f}", *(count(tokens) for tokens in (step.prompt_tokens, step.computed, step.from_pool, step.from_tier)),
+                      *(f"{size / 1e6:,.1f}" for size in moved))
     console.print(table)
     if result.parallel:
         part = result.parallel

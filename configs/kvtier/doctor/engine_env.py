@@ -32,8 +32,8 @@ def engine_processes(proc: Path = Path("/proc")) -> dict[int, str]:
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue
-        if any(mark in command for mark in _MARKS) and "kvtier" not in command:
-            found[int(process.name)] = command[:80]
+        if any(mark in command for mark in _MARKS) and not _ours(command):
+            found[int(process.name)] = command[:60]
     return found
 
 
@@ -48,11 +48,36 @@ def check(wanted: Mapping[str, str], proc: Path = Path("/proc")) -> list[Check]:
 def _one(pid: int, command: str, wanted: Mapping[str, str], proc: Path) -> Check:
     name = f"engine-env {pid}"
     try:
-        raw = (proc / str(pid) / "environ").read_bytes()
+        has, told_by = _environment(pid, proc)
     except OSError as error:
         return failed(name, f"{command}: its environment cannot be read ({error.strerror})", "run as the engine's user")
-    has = dict(entry.split("=", 1) for entry in raw.decode(errors="replace").split("\0") if "=" in entry)
+    source = "" if told_by == pid else f" (told by its parent {told_by}, whose environment it was given)"
     wrong = [f"{key} is {has.get(key, 'not set')}, not {value}" for key, value in wanted.items() if has.get(key) != value]
     if wrong:
-        return failed(name, f"{command}: {'; '.join(wrong)}", "set it where this host's engine is started, and start it again")
-    return passed(name, f"{command}: has {', '.join(wanted)}")
+        return failed(name, f"{command}: {'; '.join(wrong)}{source}", "set it where this host's engine is started, and start it again")
+    return passed(name, f"{command}: has {', '.join(wanted)}{source}")
+
+
+def _environment(pid: int, proc: Path) -> tuple[dict[str, str], int]:
+    """A process's environment and the process that told it.
+
+    A process that gives itself a title ("VLLM::Worker") writes it over its own environment in /proc; its parent's is what it was given.
+    """
+    while True:
+        raw = (proc / str(pid) / "environ").read_bytes()
+        has = dict(entry.split("=", 1) for entry in raw.decode(errors="replace").split("\0") if "=" in entry)
+        parent = _parent(pid, proc)
+        titled = (proc / str(pid) / "cmdline").read_bytes().startswith(b"VLLM::")
+        if not titled or parent <= 1:
+            return has, pid
+        pid = parent
+
+
+def _parent(pid: int, proc: Path) -> int:
+    """Field 4 of /proc/PID/stat, counted from behind the name, which may hold anything."""
+    return int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _ours(command: str) -> bool:
+    words = command.split()
+    return any(word.startswith("kvtier") or word.endswith("/kvtier") for word in words[:4])

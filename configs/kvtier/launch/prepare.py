@@ -17,6 +17,8 @@ from kvtier.render.formats import Host, as_yaml, host
 from lmcache_nvme_backend.errors import ConfigError
 
 _FILE = "LMCACHE_CONFIG_FILE"
+_YOURS = {"VLLM_CPU_KVCACHE_SPACE"}
+"""Sizes that vLLM takes from the environment alone: a wish like those after `--`."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,9 @@ def prepare(plan: Plan, users: Sequence[str], environment: Mapping[str, str], ra
             continue
         if name == "PYTHONHASHSEED" and theirs.isdigit():
             conflicts.append(f"{name}={theirs} of your environment is kept: it names other blocks than {name}={value}, and is as fixed")
+            del env[name]
+        elif name in _YOURS:
+            conflicts.append(f"{name}={theirs} of your environment is kept instead of the plan's {value}")
             del env[name]
         else:
             conflicts.append(f"{name}={theirs} of your environment gives way to {value}")
