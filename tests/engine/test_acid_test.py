@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import msgspec
 import pytest
 
 from kvtier.acid.result import Result, Verdict
-from tests.engine.support.served import Served, free_port, kvtier, served, small_pool_arguments
+from kvtier.launch import sweep
+from tests.engine.support.served import Served, free_port, kvtier, small_pool_arguments
 
 pytest.importorskip("vllm", reason="needs vLLM")
 pytest.importorskip("lmcache", reason="needs LMCache")
@@ -45,13 +48,41 @@ def doctor(engine: Served, *words: str) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
 
+def tiering_command(model: str, port: int, folder: Path, spec: str) -> list[str]:
+    """vLLM with its real tiering: RAM, and an fs tier behind it."""
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {
+        "spec_name": spec, "spec_module_path": "tests.engine.support.cpu_tiering", "cpu_bytes_to_use": RAM_TIER,
+        "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "fs"), "n_read_threads": 4, "n_write_threads": 4}]}}
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enable-prefix-caching", "--kv-transfer-config",
+            json.dumps(config), *small_pool_arguments(port)]
+
+
 @pytest.fixture(scope="module")
-def launched(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
+    """Three engines, started at the same time because a start is mostly imports: under `kvtier launch`, with real tiering, with broken tiering."""
+
+    def make(name: str) -> Served:
+        folder, port = tmp_path_factory.mktemp(name), free_port()
+        if name == "launched":
+            words = kvtier("launch", tiny_model, "--nvme", str(folder / "kv"), "--nvme-gib", "1", "--", *small_pool_arguments(port))
+            return Served(words, port, folder)
+        spec = {"tiering": "CpuTieringSpec", "broken": "StoresButNeverServes"}[name]
+        return Served(tiering_command(tiny_model, port, folder, spec), port, folder, {"PYTHONHASHSEED": "0"})
+
+    made = {name: make(name) for name in ("launched", "tiering", "broken")}
+    try:
+        with ThreadPoolExecutor(len(made)) as pool:
+            list(pool.map(Served.start, made.values()))
+        yield made
+    finally:
+        for engine in made.values():
+            engine.stop()
+
+
+@pytest.fixture
+def launched(engines: dict[str, Served]) -> Served:
     """An engine under `kvtier launch` on this machine, with the plan's disk tier."""
-    folder, port = tmp_path_factory.mktemp("launched"), free_port()
-    command = kvtier("launch", tiny_model, "--nvme", str(folder / "kv"), "--nvme-gib", "1", "--", *small_pool_arguments(port))
-    with served(command, port, folder) as engine:
-        yield engine
+    return engines["launched"]
 
 
 def test_launched_engine_serves_from_nvme(launched: Served) -> None:
@@ -106,21 +137,11 @@ def test_launch_ends_with_vllms_exit_code(launched: Served) -> None:
     assert process.processes() == []
 
 
-def tiering_command(model: str, port: int, folder: Path, spec: str) -> list[str]:
-    """vLLM with its real tiering: RAM, and an fs tier behind it."""
-    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {
-        "spec_name": spec, "spec_module_path": "tests.engine.support.cpu_tiering", "cpu_bytes_to_use": RAM_TIER,
-        "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "fs"), "n_read_threads": 4, "n_write_threads": 4}]}}
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enable-prefix-caching", "--kv-transfer-config",
-            json.dumps(config), *small_pool_arguments(port)]
-
-
-def test_real_tiering_serves_from_ram_then_nvme(tiny_model: str, tmp_path: Path) -> None:
+def test_real_tiering_serves_from_ram_then_nvme(engines: dict[str, Served]) -> None:
     """vLLM's own tiering: after pressure the document comes from host memory, after a restart from files."""
-    port = free_port()
-    with served(tiering_command(tiny_model, port, tmp_path, "CpuTieringSpec"), port, tmp_path, {"PYTHONHASHSEED": "0"}) as engine:
-        with engine.restart_command() as restart:
-            result, code = acid_test(engine, "--restart-command", restart, "--parallel", "0")
+    engine = engines["tiering"]
+    with engine.restart_command() as restart:
+        result, code = acid_test(engine, "--restart-command", restart, "--parallel", "0")
     assert (result.verdict, code) == (Verdict.NVME, 0), result
     steps = {step.name: step for step in result.steps}
     assert steps["after-pressure"].from_tier_by.get("host", 0) >= DOCUMENT // 2
@@ -130,12 +151,26 @@ def test_real_tiering_serves_from_ram_then_nvme(tiny_model: str, tmp_path: Path)
     assert steps["cold"].stored_bytes > 0
 
 
-def test_broken_tiering_is_found_out(tiny_model: str, tmp_path: Path) -> None:
+def test_tiering_leaves_its_map_and_sweep_takes_it(engines: dict[str, Served]) -> None:
+    """A running engine's map in /dev/shm is never swept; what it leaves behind at SIGTERM is."""
+    engine = engines["tiering"]
+    config = engine.log.read_text()
+    held = set(re.findall(r"(/dev/shm/vllm_offload_\S+?\.mmap)", config))
+    there = {path for path in map(Path, held) if path.exists()}
+    assert there
+    assert not {found.path for found in sweep.leaks(young_s=0)} & there
+    engine.stop()
+    left = {path for path in there if path.exists()}
+    assert left <= {found.path for found in sweep.leaks(young_s=0)}
+    for path in left:
+        path.unlink()
+
+
+def test_broken_tiering_is_found_out(engines: dict[str, Served]) -> None:
     """A tier that stores and never serves is called that, with a likely cause, and exit code 1."""
-    port = free_port()
-    with served(tiering_command(tiny_model, port, tmp_path, "StoresButNeverServes"), port, tmp_path, {"PYTHONHASHSEED": "0"}) as engine:
-        result, code = acid_test(engine, "--parallel", "0")
-        checks = doctor(engine, "--url", engine.url)
+    engine = engines["broken"]
+    result, code = acid_test(engine, "--parallel", "0")
+    checks = doctor(engine, "--url", engine.url)
     assert (result.verdict, code) == (Verdict.STORES_ONLY, 1), result
     assert result.likely_causes
     assert {step.name: step.from_tier for step in result.steps}["after-pressure"] == 0

@@ -17,7 +17,7 @@ from kvtier.engine import free_port
 from kvtier.process import KeptProcess
 from tests.engine.support.installed import python_path
 
-READY_S = 240.0
+READY_S = 420.0
 SMALL_POOL_TOKENS = 4096
 _CPU_BLOCK = 128
 """vLLM's block size on a CPU."""
@@ -99,15 +99,4 @@ def kvtier(*words: str) -> list[str]:
     return [sys.executable, "-m", "kvtier.cli", *words]
 
 
-@contextlib.contextmanager
-def served(command: list[str], port: int, folder: Path, env: dict[str, str] | None = None) -> Iterator[Served]:
-    """A running engine, stopped at the end whatever happens."""
-    engine = Served(command, port, folder, env)
-    try:
-        engine.start()
-        yield engine
-    finally:
-        engine.stop()
-
-
-__all__ = ["READY_S", "SMALL_POOL_TOKENS", "Served", "free_port", "kvtier", "served", "small_pool_arguments"]
+__all__ = ["READY_S", "SMALL_POOL_TOKENS", "Served", "free_port", "kvtier", "small_pool_arguments"]
