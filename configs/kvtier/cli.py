@@ -22,8 +22,6 @@ for _command in (detect, plan, render, launch, doctor, acid_test, watch):
     _command.register(app)
 
 _INTERRUPTED = 130
-# Recent typers carry a click of their own, so that `import click` names other classes than those raised here.
-_ClickException = typer.BadParameter.__bases__[0].__bases__[0]
 
 
 @app.callback()
@@ -33,28 +31,20 @@ def _root() -> None:
 
 def main() -> None:
     """Run the command line. What a person can put right is one message and exit status 2, without a traceback."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
-    sys.exit(_run(sys.argv[1:]))
-
-
-def _run(arguments: list[str]) -> int:
     from kvtier.engine import EngineRequestError, EngineStartError
     from lmcache_nvme_backend.errors import ConfigError
 
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     try:
-        code = app(arguments, standalone_mode=False) or 0
-    except _ClickException as error:
-        error.show()  # type: ignore[attr-defined]
-        return int(error.exit_code)  # type: ignore[attr-defined]
-    except (KeyboardInterrupt, typer.Abort):
-        code = _INTERRUPTED
+        app()
     except (ConfigError, EngineStartError, EngineRequestError) as error:
         print(f"kvtier: {error}", file=sys.stderr)
-        return 2
-    if code == _INTERRUPTED:
-        print("kvtier: interrupted; everything it had started is stopped.", file=sys.stderr)
-    return int(code)
+        sys.exit(2)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            print("kvtier: interrupted; everything it had started is stopped.", file=sys.stderr)
+        raise
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -161,7 +161,8 @@ class Engine:
         """
         request = {"model": self.spec.served_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
         request |= {"stream": True, "stream_options": {"include_usage": True}} | body
-        text, ttft_s, finish_reason, usage = "", None, None, {}
+        text, ttft_s, finish_reason = "", None, None
+        usage: dict[str, int] = {}
         sent = time.perf_counter()
         with self._client.stream("POST", f"{self.url}/v1/completions", json=request) as response:
             if response.status_code != 200:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +32,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A whole run; its JSON form is what `kvtier demo --json` writes."""
+    """A whole run."""
 
     steps: list[Step]
     lmcache_cpu_pool_bytes: int
@@ -47,6 +48,14 @@ class Report(msgspec.Struct, frozen=True):
             if step.name == name:
                 return step
         raise KeyError(name)
+
+    def to_json(self) -> bytes:
+        """What `kvtier demo --json` writes; programs read it, so its shape stays."""
+        step_keys = ("name", "ttft_s", "prompt_tokens", "tokens_computed", "tokens_from_nvme", "text")
+        keys = ("lmcache_cpu_pool_bytes", "staging_bytes", "nvme_bytes_written", "nvme_bytes_read", "chunks_dropped")
+        shape = {"steps": [{key: getattr(step, key) for key in step_keys} for step in self.steps]}
+        shape |= {key: getattr(self, key) for key in keys}
+        return msgspec.json.format(msgspec.json.encode(shape), indent=2) + b"\n"
 
     def faults(self) -> list[str]:
         """What is not as it should be, a sentence each; empty for a good run.
@@ -101,10 +110,14 @@ def human_bytes(count: int) -> str:
 def show(report: Report, console: Console) -> None:
     """Print the table, what lies under it, the answer, and the verdict."""
     cold = report.step("cold")
-    table = Table(title=f"The same prompt of {cold.prompt_tokens} tokens, three times", title_justify="left")
+    # Narrow enough for the 80 columns that a log has.
+    table = Table(
+        title=f"The same prompt of {cold.prompt_tokens} tokens, three times", title_justify="left", box=box.SIMPLE_HEAD
+    )
     table.add_column("step", no_wrap=True)
-    for heading in ("first token", "computed", "from KV pool", "from NVMe", "read", "written", "same text"):
-        table.add_column(heading, justify="right", no_wrap=heading not in ("from KV pool", "same text"))
+    for heading in ("first\ntoken", "tokens\ncomputed", "from\nKV pool", "from\nNVMe", "bytes\nread", "\nwritten"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("same\ntext", justify="right", no_wrap=True)
     for step in report.steps:
         table.add_row(
             step.name,
@@ -122,7 +135,7 @@ def show(report: Report, console: Console) -> None:
         f"staging: {human_bytes(report.staging_bytes)}; chunks dropped: {report.chunks_dropped}\n"
         f"The answer: {cold.text.strip()}"
     )
-    console.print(Group(table, below))
+    console.print(Group(table, below), soft_wrap=True)
     if faults := report.faults():
         for fault in faults:
             console.print(Text(f"✗ {fault}", style="bold red"))

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lmcache_nvme_backend import metrics
 from lmcache_nvme_backend.doors import lmcache_compat, start
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import names_this_backend, parse_settings
@@ -41,6 +42,7 @@ def register() -> None:
         config = configured()
         if config is None:
             return
+        metrics.serve_children()
         start.open_report()
         check_front(config)
     except ConfigError as e:

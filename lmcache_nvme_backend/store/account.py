@@ -8,6 +8,7 @@ again. The file is read and written, not mapped: a mapping would turn somebody's
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
@@ -57,6 +58,8 @@ class Account:
         self._mutex = threading.Lock()
         self._fd = -1
         self._inode = (0, 0)
+        self._closed = False
+        self._last: Ledger | None = None
 
     @contextmanager
     def locked(self, wait_s: float, force_recount: bool = False) -> Iterator[Ledger]:
@@ -72,7 +75,7 @@ class Account:
             try:
                 ledger = None if force_recount else self._read()
                 if ledger is None:
-                    self._write(Ledger(0, 0), dirty=True)
+                    self._write(self._last or Ledger(0, 0), dirty=True)
                     ledger = self._recount()
                 self._write(ledger, dirty=True)
                 try:
@@ -83,16 +86,17 @@ class Account:
                     except OSError:
                         pass  # the mark stays set: the next holder counts again
             finally:
-                osio.flock(self._fd, fcntl.LOCK_UN)
+                self._unlock_file()
         finally:
             self._mutex.release()
 
     def peek(self) -> Ledger | None:
-        """The figures without the lock, as they were a moment ago; None where there are none."""
+        """The figures without the lock, as they were a moment ago; None where none have been read yet."""
         try:
-            return self._parse(osio.pread(self._fd, _SIZE, 0), even_if_dirty=True)
+            found = self._parse(osio.pread(self._fd, _SIZE, 0), even_if_dirty=True)
         except OSError:
-            return None
+            found = None
+        return found or self._last
 
     def holder(self) -> int | None:
         """The process that took the lock last, if it still lives."""
@@ -106,6 +110,7 @@ class Account:
 
     def close(self) -> None:
         with self._mutex:
+            self._closed = True
             if self._fd >= 0:
                 osio.close_quietly(self._fd)
                 self._fd = -1
@@ -123,14 +128,32 @@ class Account:
                 time.sleep(pause)
                 pause = min(pause * 2, _POLL_MAX_S)
                 continue
-            if self._is_current():
+            try:
+                current = self._is_current()
+            except OSError:
+                self._unlock_file()
+                raise
+            if current:
                 return
             # Somebody deleted the file: processes that start now lock another one. Join them.
             osio.close_quietly(self._fd)
             self._fd = -1
 
+    def _unlock_file(self) -> None:
+        try:
+            osio.flock(self._fd, fcntl.LOCK_UN)
+        except OSError:
+            osio.close_quietly(self._fd)  # this drops the lock as well
+            self._fd = -1
+
     def _open(self) -> None:
-        self._fd = osio.open(self._path, os.O_RDWR | os.O_CREAT)
+        if self._closed:
+            raise OSError(errno.EBADF, "the account is closed")
+        try:
+            self._fd = osio.open(self._path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:  # somebody deleted the directory; the recount that follows restores the rest
+            osio.make_dir(self._path.rpartition("/")[0])
+            self._fd = osio.open(self._path, os.O_RDWR | os.O_CREAT)
         found = osio.fstat(self._fd)
         self._inode = (found.st_dev, found.st_ino)
         osio.fchmod(self._fd, 0o600)
@@ -157,5 +180,6 @@ class Account:
         return Ledger(used, reserved)
 
     def _write(self, ledger: Ledger, dirty: bool) -> None:
+        self._last = ledger
         record = _RECORD.pack(_MAGIC, dirty, ledger.used, ledger.reserved, os.getpid())
         osio.pwrite(self._fd, record + _CHECK.pack(xxhash.xxh3_64_intdigest(record)), 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from pathlib import Path
 from typing import Final
 
 from lmcache_nvme_backend.store import osio
@@ -161,11 +162,10 @@ def file_system_type(path: str) -> str:
     """The type of the file system that holds `path`, as the kernel calls it; "" where it cannot be told."""
     try:
         device = osio.lstat(path).st_dev
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-            for line in mounts:
-                fields, _, rest = line.partition(" - ")
-                if fields.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-                    return rest.split()[0]
+        for line in Path("/proc/self/mountinfo").read_text("utf-8", errors="replace").splitlines():
+            fields, _, rest = line.partition(" - ")
+            if fields.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                return rest.split()[0]
     except (OSError, IndexError):
         pass
     return ""

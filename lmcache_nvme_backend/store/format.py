@@ -52,6 +52,7 @@ MAX_UINT32: Final = 2**32 - 1
 _FIELDS = struct.Struct("<8sHBBIQQII16s16s16s")
 _CHECKSUM_BYTES = 16
 HEADER_BYTES: Final = _FIELDS.size + _CHECKSUM_BYTES
+_REST = bytes(BLOCK - HEADER_BYTES)
 _NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{8})-([0-9a-f]{8})\.kv")
 _NAME_CHARS = 32 + 1 + 8 + 1 + 8 + len(SUFFIX)
 _RECORD = struct.Struct(">16sII")
@@ -85,7 +86,7 @@ class Header(msgspec.Struct, frozen=True):
         )  # fmt: skip
         block[: _FIELDS.size] = fields
         block[_FIELDS.size : HEADER_BYTES] = checksum(fields)
-        block[HEADER_BYTES:BLOCK] = bytes(BLOCK - HEADER_BYTES)
+        block[HEADER_BYTES:BLOCK] = _REST
 
 
 def parse_header(block: memoryview, key: bytes, namespace: bytes, depth: int, blocks: int) -> Header | MissCause:
@@ -99,7 +100,7 @@ def parse_header(block: memoryview, key: bytes, namespace: bytes, depth: int, bl
         return MissCause.MAGIC
     if version != FORMAT_VERSION:
         return MissCause.VERSION
-    if checksum(block[: _FIELDS.size]) != block[_FIELDS.size : HEADER_BYTES]:
+    if checksum(block[: _FIELDS.size]) != block[_FIELDS.size : HEADER_BYTES] or bytes(block[HEADER_BYTES:]) != _REST:
         return MissCause.HEADER_CHECKSUM
     if codec not in (CODEC_NONE, CODEC_ZSTD) or flags or reserved:
         return MissCause.CODEC
@@ -148,7 +149,7 @@ def parse_names(names: list[str], shard: str) -> tuple[Iterator[tuple[ChunkKey, 
         except ValueError:
             packed = b""
         if len(packed) == count * _RECORD.size:
-            return _RECORD.iter_unpack(packed), []  # type: ignore[return-value]
+            return _RECORD.iter_unpack(packed), []
     chunks, strays = [], []
     for name in names:
         parsed = parse_name(name)

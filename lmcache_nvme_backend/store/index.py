@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Container, Iterable, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -14,11 +15,12 @@ from lmcache_nvme_backend.store.policy import EvictionPolicy
 
 
 class Entry(msgspec.Struct, gc=False):
-    """One chunk. `blocks` and `depth` are shared integer objects: a million entries must stay small."""
+    """One chunk. The integers are shared objects: a million entries must stay small."""
 
     blocks: int  # file size in units of BLOCK
     depth: int
     parent: ChunkKey | None
+    used_s: int = 0  # when this process knew it to be used last, in seconds since the epoch; 0 where it does not know
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +64,7 @@ class Index:
         """Count the leading keys that are here, refresh and optionally pin them: one step against eviction."""
         with self._lock:
             count = self.count_prefix(keys)
+            self._refresh_ancestors()
             found = keys if count == len(keys) else keys[:count]
             if found:
                 self._use(found)
@@ -91,7 +94,12 @@ class Index:
 
     def _use(self, prefix: Sequence[ChunkKey]) -> None:
         self._policy.touch(prefix)
-        self._times.update(dict.fromkeys(prefix, time.time_ns()))
+        now = time.time_ns()
+        self._times.update(dict.fromkeys(prefix, now))
+        now_s = now // 1_000_000_000
+        entries = self._entries
+        for key in prefix:
+            entries[key].used_s = now_s
         if self._used is not None:
             self._used.update(prefix)
 
@@ -125,18 +133,26 @@ class Index:
             self._used = set()
         return doubles
 
-    def rank(self, times: dict[ChunkKey, int]) -> None:
-        """Order the loaded chunks by the times of their files; what has been used since is more recent than all."""
+    def keep(self, key: ChunkKey, entry: Entry) -> None:
+        """A chunk that was taken for eviction stays: it becomes the most recent."""
+        with self._lock:
+            if key not in self._entries:
+                self._entries[key] = entry
+                self._blocks += entry.blocks
+                self._policy.add(key)
+
+    def rank(self, coldest_first: Iterable[ChunkKey]) -> None:
+        """Order the loaded chunks like this. What has been used since they were loaded is more recent than all."""
         with self._lock:
             used = self._used if self._used is not None else set()
             self._used = None
             recent = [key for key in self._policy.coldest() if key in used]
-            oldest = [key for key in self._entries if key not in used]
-            oldest.sort(key=lambda key: (times.get(key, 0), -self._entries[key].depth))
-            self._policy.load(oldest + recent)
+            loaded = (key for key in coldest_first if key in self._entries and key not in used)
+            self._policy.load(chain(loaded, recent))
 
-    def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None) -> bool:
-        """A chunk is on disk now. False where it was known already."""
+    def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None, stored: bool = True) -> bool:
+        """A chunk is on disk now: `stored` by a caller just now, which is a use of its whole prefix, or found there.
+        False where it was known already."""
         with self._lock:
             if key in self._entries:
                 return False
@@ -146,8 +162,9 @@ class Index:
             self._policy.add(key)
             if self._used is not None:
                 self._used.add(key)
-            if parent is not None:
-                self._tails.pop(parent, None)
+            if stored:
+                if parent is not None:
+                    self._tails.pop(parent, None)
                 self._tails[key] = None
             return True
 
@@ -169,17 +186,22 @@ class Index:
 
     # --- eviction and upkeep
 
-    def take_coldest(self, need_bytes: int, limit: int, spare: Container[ChunkKey]) -> list[tuple[ChunkKey, Entry]]:
-        """Forget the coldest unpinned chunks that are not in `spare`, until they make `need_bytes`; at most `limit`."""
+    def take_coldest(
+        self, need_bytes: int, headroom_bytes: int, limit: int, spare: Container[ChunkKey]
+    ) -> list[tuple[ChunkKey, Entry]]:
+        """Forget the coldest unpinned chunks that are not in `spare`, at most `limit`: until they make `need_bytes`,
+        and further ones as far as they fit into the headroom."""
         with self._lock:
             self._refresh_ancestors()
             victims: list[tuple[ChunkKey, Entry]] = []
             for key in self._policy.coldest():
-                if need_bytes <= 0 or len(victims) >= limit:
+                if len(victims) >= limit:
                     break
                 if key in self._pins or key in spare:
                     continue
                 entry = self._entries[key]
+                if need_bytes <= 0 and entry.nbytes > need_bytes + headroom_bytes:
+                    break
                 victims.append((key, entry))
                 need_bytes -= entry.nbytes
             for key, entry in victims:
@@ -188,19 +210,20 @@ class Index:
 
     def ancestors(self, key: ChunkKey | None) -> list[ChunkKey]:
         """The known chain from `key` up to the head, tail first. Depths fall strictly, so a loop cannot hold it."""
-        chain: list[ChunkKey] = []
+        found: list[ChunkKey] = []
         entry = self._entries.get(key) if key is not None else None
         while key is not None and entry is not None:
-            chain.append(key)
+            found.append(key)
             parent = entry.parent
             above = self._entries.get(parent) if parent is not None else None
             if above is None or above.depth >= entry.depth:
                 break
             key, entry = parent, above
-        return chain
+        return found
 
     def _refresh_ancestors(self) -> None:
-        """Storing a chunk is a use of its whole prefix. Done when the order is needed, once for a run of stores."""
+        """Bring the prefixes of stored chunks up to date. Done only when the order matters, so that storing a prefix
+        chunk by chunk costs one walk and not one a chunk."""
         tails, self._tails = self._tails, {}
         for tail in tails:
             self._use(self.ancestors(tail)[::-1])
@@ -218,7 +241,7 @@ class Index:
                     del times[key]
             return [(key, self._entries[key], ns) for key, ns in batch.items() if key in self._entries]
 
-    def keys(self) -> list[ChunkKey]:
+    def all_keys(self) -> list[ChunkKey]:
         with self._lock:
             return list(self._entries)
 

@@ -4,11 +4,14 @@ The rest of the store reaches the file system through this module only, always b
 that replacing an attribute here replaces the call everywhere. All raise `OSError`; EINTR is retried by Python itself.
 """
 
+# Paths are strings here: they are built for every chunk.
+# ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH108, PTH208
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Sequence
 
 O_DIRECT = os.O_DIRECT
@@ -135,6 +138,18 @@ def make_dir(path: str) -> None:
     chmod(path, 0o700)
 
 
+def make_dir_in_place_of_file(path: str) -> None:
+    """`make_dir`, after removing a file or symlink that has the directory's name."""
+    try:
+        mode = lstat(path).st_mode
+    except FileNotFoundError:
+        pass
+    else:
+        if not stat.S_ISDIR(mode):
+            unlink(path)
+    make_dir(path)
+
+
 def unlink_quietly(path: str) -> bool:
     try:
         unlink(path)
@@ -144,7 +159,7 @@ def unlink_quietly(path: str) -> bool:
 
 
 def close_quietly(fd: int) -> None:
-    """For descriptors whose data no longer matter; the kernel frees the descriptor also where close reports an error."""
+    """For descriptors whose data no longer matter. The kernel frees one also where close reports an error."""
     try:
         close(fd)
     except OSError:

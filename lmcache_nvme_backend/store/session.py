@@ -19,7 +19,6 @@ import msgspec
 from lmcache_nvme_backend.store import osio
 from lmcache_nvme_backend.store.account import Ledger
 from lmcache_nvme_backend.store.layout import Layout
-from lmcache_nvme_backend.store.settings import SETTLED_NS
 
 _MAGIC: Final = b"KVSESS\x01\n"
 _RECORD = struct.Struct("<8s16sQQQ")  # magic, namespace, pid, bytes reserved, bytes held by the namespace
@@ -154,34 +153,7 @@ def sweep(layout: Layout, ledger: Ledger) -> int:
         owner = _TEMPORARY.fullmatch(name)
         if owner is None or owner[1] not in live:
             osio.unlink_quietly(f"{layout.temp}/{name}")
-    for name, reserved in dead:
+    for name, reserved in sorted(dead):
         if osio.unlink_quietly(f"{layout.sessions}/{name}"):
             ledger.cancel(reserved)
     return len(dead)
-
-
-class Sharers:
-    """Whether another live session has this namespace open, answered from a cache while no session came or went."""
-
-    def __init__(self, layout: Layout, session: Session, namespace: str) -> None:
-        self._layout = layout
-        self._session = session
-        self._namespace = namespace
-        self._seen_ns = -1
-        self._shared = False
-
-    def exist(self) -> bool:
-        try:
-            changed_ns = osio.lstat(self._layout.sessions).st_mtime_ns
-            if changed_ns == self._seen_ns:
-                return self._shared
-            now = time.time_ns()
-            self._shared = any(
-                peer.namespace == self._namespace and peer.session_id != self._session.id
-                for peer in live_peers(self._layout)
-            )
-            # A change within the same kernel tick would not move the time: look again until it lies back.
-            self._seen_ns = changed_ns if now - changed_ns > SETTLED_NS else -1
-        except OSError:
-            return False
-        return self._shared

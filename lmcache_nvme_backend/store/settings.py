@@ -11,14 +11,16 @@ import msgspec
 STORE_LOCK_WAIT_S: Final = 1.0
 # One put evicts for at most this long.
 EVICT_WAIT_S: Final = 2.0
-# Victims unlinked in one hold of the root's lock: unlinking an 8 MiB file takes some 100 us.
+# Victims unlinked in one hold of the root's lock, some 20 us each.
 EVICT_BATCH: Final = 16
 # Freed beyond the need, so that not every put has to evict: the smaller of 1/64 of the quota and this.
 EVICT_HEADROOM_BYTES: Final = 64 << 20
 # Recency goes to disk this often: what a SIGKILL can lose of it.
-UPKEEP_INTERVAL_S: Final = 1.0
-# File times written in one interval at most (some 5 us each); the rest waits for the next.
-TOUCHES_PER_UPKEEP: Final = 20_000
+UPKEEP_INTERVAL_S: Final = 2.0
+# File times written in one interval at most (some 5 us each, so 3 % of a core); the rest waits for the next.
+TOUCHES_PER_UPKEEP: Final = 12_000
+# Buffered writes are clean, and can be dropped from the page cache, this long after they were started.
+WRITE_BACK_S: Final = 5.0
 # Up to this many files open reads the recency itself (13 us each); above, a thread does it once lookups work.
 RANK_AT_OPEN: Final = 2_000
 # close() waits this long for calls in flight; a disk that hangs longer must not hang the engine's exit.

@@ -12,8 +12,8 @@ from lmcache_nvme_backend.store import osio, recovery
 from lmcache_nvme_backend.store import session as sessions
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
-from lmcache_nvme_backend.store.evictor import Evictor, remove_file
-from lmcache_nvme_backend.store.format import MAX_UINT32
+from lmcache_nvme_backend.store.evictor import Evictor
+from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
 from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import KEY_BYTES, ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
@@ -21,6 +21,7 @@ from lmcache_nvme_backend.store.namespace import Namespace, write_description
 from lmcache_nvme_backend.store.opening import check_root, choose_transfer
 from lmcache_nvme_backend.store.policy import EvictionPolicy, TailFirstLru
 from lmcache_nvme_backend.store.reader import Reader
+from lmcache_nvme_backend.store.removal import Removal
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
 from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, STORE_LOCK_WAIT_S, StoreSettings
 from lmcache_nvme_backend.store.upkeep import Upkeep
@@ -41,7 +42,6 @@ class ChunkStore:
         layout: Layout,
         namespace: Namespace,
         settings: StoreSettings,
-        transfer: Transfer | None,
         policy: EvictionPolicy,
     ) -> None:
         """Use `open`."""
@@ -53,6 +53,8 @@ class ChunkStore:
         self._stats_lock = threading.Lock()
         self._index = Index(policy)
         self._loaded = False
+        self._foreign_bytes = 0  # as of the last count
+        self._doubles: list[recovery.Chunk] = []
         self._session = sessions.Session(layout, namespace.raw_digest)
         self._account = Account(layout.account, self._recount)
         self._directory = layout.namespace(namespace.digest)
@@ -84,7 +86,7 @@ class ChunkStore:
         `warnings`.
         """
         layout = check_root(root, settings)
-        store = cls(layout, namespace, settings, None, policy or TailFirstLru())
+        store = cls(layout, namespace, settings, policy or TailFirstLru())
         try:
             store._start()
         except LockTimeout:
@@ -94,7 +96,7 @@ class ChunkStore:
                 "nvme.lock_wait_s",
                 f"the lock of {layout.root} held for longer than {settings.lock_wait_s:g} s"
                 + (f" by process {holder}" if holder is not None else ""),
-                "a wait within which the other process finishes (it holds the lock long only while it counts the files)",
+                "a wait within which the other process finishes (counting the files of a large root takes seconds)",
                 "End that process, or raise nvme.lock_wait_s.",
             ) from None
         except OSError as error:
@@ -113,39 +115,63 @@ class ChunkStore:
         with self._account.locked(settings.lock_wait_s) as ledger:
             self._session.ensure()
             sessions.sweep(layout, ledger)
-            osio.make_dir(self._directory)
+            osio.make_dir_in_place_of_file(self._directory)
             alone = all(peer.session_id == self._session.id for peer in sessions.live_peers(layout))
             if alone and not self._loaded:
                 # Nobody has kept the account while no store was open: files may have come and gone.
                 found = self._recount()
                 ledger.used, ledger.reserved = found.used, found.reserved
             probe_path, description_path = self._session.temporary(), self._session.temporary()
-        write_description(self._directory, namespace, description_path)
+        try:
+            write_description(self._directory, namespace, description_path)
+        except OSError as error:
+            self.warnings.append(f"nvme.path: {self._directory}/namespace.json cannot be written: {error.strerror}.")
         self._transfer = choose_transfer(layout, settings, probe_path, self.warnings)
         if not self._loaded:
-            self._load()
+            self._load(recovery.NamespaceScan(self._directory))
         self._reader = Reader(layout, namespace, self._transfer)
         self._writer = Writer(
             layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer
         )
-        self._upkeep = Upkeep(layout, namespace.digest, self._index, self._writer)
+        for path in (probe_path, description_path):  # gone, unless their removal failed
+            self._writer.abandon(path, 0)
+        for key, depth, blocks in self._doubles:
+            self._remove_file(key, Entry(blocks, depth, None))
+        self._upkeep = Upkeep(
+            layout, namespace.digest, settings, self._account, self._session, self._index, self._evictor, self._writer
+        )
         self._upkeep.start()
+        self._warn_if_full()
 
-    def _load(self) -> None:
-        self._watcher.looked_at_all()
-        self._index.load(recovery.namespace_chunks(self._directory))
+    def _load(self, scan: recovery.NamespaceScan) -> int:
+        """Fill the index; returns the bytes of all that lies in the namespace."""
+        self._doubles = self._index.load(scan)
         self._loaded = True
+        return self._index.nbytes + sum(blocks for _, _, blocks in self._doubles) * BLOCK + scan.other_bytes
 
     def _recount(self) -> Ledger:
         """Count everything under the root. Called with the account's lock held; also puts back directories and the
-        session's file, which somebody may have deleted with the rest."""
+        session's file, which somebody may have deleted with the rest, and reads the index if that is still to be done,
+        so that a large namespace is listed only once."""
         layout = self._layout
         for path in (layout.base, layout.sessions, layout.temp):
             osio.make_dir(path)
         self._session.ensure()
         sessions.sweep(layout, Ledger(0, 0))
-        used = recovery.count_root(layout)
+        scan = recovery.NamespaceScan(self._directory)
+        used = recovery.count_namespace(self._directory) if self._loaded else self._load(scan)
+        used += recovery.count_store(layout, skip=self.namespace.digest)
+        self._foreign_bytes = recovery.count_foreign(layout)
+        used += self._foreign_bytes
         return Ledger(used, sum(peer.reserved for peer in sessions.live_peers(layout)))
+
+    def _warn_if_full(self) -> None:
+        foreign_gib, quota_gib = self._foreign_bytes / 2**30, self._settings.quota_bytes / 2**30
+        if foreign_gib > quota_gib / 2:
+            self.warnings.append(
+                f"nvme.path: {foreign_gib:.1f} GiB of other files lie under {self._layout.root} and count against "
+                f"nvme.quota_gib ({quota_gib:g}). Give the cache a directory of its own."
+            )
 
     def _abandon(self) -> None:
         """Undo a failed open."""
@@ -203,10 +229,7 @@ class ChunkStore:
         """
         if self._closed:
             return 0
-        if self._watcher.shared():
-            count = self._index.count_prefix(keys)
-            while count < len(keys) and self._watcher.look(keys[count]):
-                count = self._index.count_prefix(keys, count)
+        self._watcher.follow(keys)
         return self._index.use_prefix(keys, pin)
 
     def contains(self, key: ChunkKey, *, pin: bool = False) -> bool:
@@ -256,8 +279,7 @@ class ChunkStore:
         try:
             entry = self._index.get(key)
             if entry is not None:
-                path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
-                if recovery.file_time(path) is not None and self._index.use(key):
+                if self._file_is_there(key, entry) and self._index.use(key):
                     return PutResult.EXISTS, 0
                 self._index.discard(key, entry)
             return self._writer.write(key, view, depth, parent, tokens)
@@ -291,7 +313,8 @@ class ChunkStore:
 
     def _get(self, key: ChunkKey, into: memoryview) -> tuple[GetResult, int]:
         entry = self._index.get(key)
-        if entry is None and self._watcher.shared() and self._watcher.look(key):
+        if entry is None:
+            self._watcher.follow((key,))
             entry = self._index.get(key)
         if entry is None:
             return Miss(MissCause.ABSENT), 0
@@ -305,14 +328,18 @@ class ChunkStore:
             self._remove_file(key, entry, outcome.inode)
         return outcome.result, outcome.nbytes
 
+    def _file_is_there(self, key: ChunkKey, entry: Entry) -> bool:
+        path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
+        return recovery.file_time(path) is not None
+
     def _remove_file(self, key: ChunkKey, entry: Entry, inode: int | None = None) -> bool:
         """Remove a chunk's file, if it is still this inode where one is given: a newer file may be good."""
         path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
         try:
-            with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+            with Removal() as removal, self._account.locked(STORE_LOCK_WAIT_S) as ledger:
                 if inode is not None and osio.lstat(path).st_ino != inode:
                     return False
-                removed = remove_file(path)
+                removed = removal.remove(path)
                 if removed:
                     ledger.free(entry.nbytes)
                 return bool(removed)
@@ -320,18 +347,23 @@ class ChunkStore:
             return False
 
     def remove(self, key: ChunkKey) -> bool:
-        """Remove a chunk, pinned or not. False where it was not there."""
+        """Remove a chunk, pinned or not. False where it was not there, or where it cannot be removed now."""
         if not self._enter():
             return False
         try:
             entry = self._index.discard(key)
-            return entry is not None and self._remove_file(key, entry)
+            if entry is None:
+                return False
+            removed = self._remove_file(key, entry)
+            if not removed and self._file_is_there(key, entry):
+                self._index.add(key, entry.depth, entry.blocks, entry.parent, stored=False)
+            return removed
         finally:
             self._leave()
 
     def clear(self) -> int:
         """Remove every chunk of this namespace, pinned or not; returns how many there were."""
-        return sum(self.remove(key) for key in self._index.keys())
+        return sum(self.remove(key) for key in self._index.all_keys())
 
     @property
     def directory(self) -> str:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
+import time
+from collections import deque
 
 from lmcache_nvme_backend.store import codec, osio
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.direct_io import Transfer
-from lmcache_nvme_backend.store.evictor import Evictor, remove_file
+from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, CODEC_ZSTD, MAX_UINT32, Header, blocks_of, checksum
 from lmcache_nvme_backend.store.index import Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import Namespace
+from lmcache_nvme_backend.store.removal import remove_file
 from lmcache_nvme_backend.store.results import PutResult
 from lmcache_nvme_backend.store.session import Session
-from lmcache_nvme_backend.store.settings import STORE_LOCK_WAIT_S, StoreSettings
+from lmcache_nvme_backend.store.settings import STORE_LOCK_WAIT_S, WRITE_BACK_S, StoreSettings
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -46,8 +48,8 @@ class Writer:
         self._index = index
         self._evictor = evictor
         self._transfer = transfer
-        self._owed_lock = threading.Lock()
-        self._owed = 0  # reservations that could not be given back yet, since the lock was not to be had
+        self._written: deque[tuple[float, str]] = deque(maxlen=4096)  # buffered writes still in the page cache
+        self._abandoned: deque[tuple[str, int]] = deque()  # temporaries of failed writes, and the room they hold
 
     def write(
         self, key: ChunkKey, raw: memoryview, depth: int, parent: ChunkKey | None, tokens: int
@@ -84,7 +86,7 @@ class Writer:
                     return PutResult.NO_SPACE, 0
                 self._write_file(temporary, header, payload)
             outcome = self._publish(temporary, key, depth, blocks, parent)
-            published = True
+            published = outcome is PutResult.STORED
             return outcome, len(payload) if outcome is PutResult.STORED else 0
         except LockTimeout:
             return PutResult.LOCK_WAIT, 0
@@ -92,8 +94,7 @@ class Writer:
             return (PutResult.NO_SPACE if error.errno in _FULL else PutResult.IO_ERROR), 0
         finally:
             if not published:
-                osio.unlink_quietly(temporary)
-                self._give_back(nbytes)
+                self.abandon(temporary, nbytes)
 
     def _reserve(self, nbytes: int, spare: frozenset[ChunkKey]) -> str | None:
         """A temporary's path, with room for it reserved; None where the quota has none."""
@@ -135,20 +136,20 @@ class Writer:
         path = self._layout.chunk(self._namespace.digest, key, depth, blocks)
         with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
             if self._is_there(path, nbytes):
-                osio.unlink_quietly(temporary)
-                outcome = PutResult.EXISTS
-            else:
-                self._rename(temporary, path, key)
-                ledger.used += nbytes
-                outcome = PutResult.STORED
+                self._index.add(key, depth, blocks, parent)
+                return PutResult.EXISTS
+            self._rename(temporary, path, key)
+            ledger.used += nbytes
             self._index.add(key, depth, blocks, parent)
             self._change_reservation(ledger, -nbytes)
-        return outcome
+        if not self._transfer.direct:
+            self._written.append((time.monotonic(), path))
+        return PutResult.STORED
 
     def _is_there(self, path: str, nbytes: int) -> bool:
         try:
             found = osio.lstat(path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         if stat.S_ISREG(found.st_mode) and found.st_size == nbytes:
             return True
@@ -158,17 +159,28 @@ class Writer:
     def _rename(self, temporary: str, path: str, key: ChunkKey) -> None:
         try:
             osio.rename(temporary, path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             osio.lstat(temporary)  # gone itself, if somebody emptied the root: then this raises
-            osio.make_dir(self._layout.namespace(self._namespace.digest))
-            osio.make_dir(self._layout.shard(self._namespace.digest, key))
+            for directory in (
+                self._layout.namespace(self._namespace.digest),
+                self._layout.shard(self._namespace.digest, key),
+            ):
+                osio.make_dir_in_place_of_file(directory)
             osio.rename(temporary, path)
+
+    def drop_written_pages(self) -> None:
+        """Take buffered writes that have reached the disk by now out of the page cache."""
+        while self._written and time.monotonic() - self._written[0][0] > WRITE_BACK_S:
+            _, path = self._written.popleft()
+            try:
+                fd = osio.open(path, os.O_RDONLY)
+            except OSError:
+                continue
+            self._transfer.finish(fd)
+            osio.close_quietly(fd)
 
     def _change_reservation(self, ledger: Ledger, nbytes: int) -> None:
         """Inside the lock: the ledger's sum and the session's own part move together."""
-        with self._owed_lock:
-            nbytes -= self._owed
-            self._owed = 0
         ledger.reserved = max(0, ledger.reserved + nbytes)
         self._session.reserved = max(0, self._session.reserved + nbytes)
         try:
@@ -176,16 +188,26 @@ class Writer:
         except OSError:
             pass  # the record only matters to a recount, and the next change writes it again
 
-    def _give_back(self, nbytes: int) -> None:
-        with self._owed_lock:
-            self._owed += nbytes
+    def abandon(self, temporary: str, nbytes: int) -> None:
+        """A temporary is of no use any more; `nbytes` are reserved for it."""
+        self._abandoned.append((temporary, nbytes))
         self.settle()
 
     def settle(self) -> None:
-        """Give back reservations that are still owed; where the lock is not to be had, a later call does it."""
-        if self._owed:
+        """Remove what failed writes have left and give back its room. What cannot be done now, since the lock is not
+        to be had or the file not to be removed, keeps its room and is tried again by the next call."""
+        while self._abandoned:
             try:
+                temporary, nbytes = self._abandoned.popleft()
+            except IndexError:
+                return
+            try:
+                if remove_file(temporary) is False:
+                    raise OSError(errno.EIO, "a temporary cannot be removed")
+                if not nbytes:
+                    continue
                 with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
-                    self._change_reservation(ledger, 0)
+                    self._change_reservation(ledger, -nbytes)
             except OSError:
-                pass
+                self._abandoned.append((temporary, nbytes))
+                return

@@ -23,7 +23,6 @@ def demo(
     Exit status 0 where the result is as it should be, 1 where it is not (the reasons are printed), 2 where something
     kept the demo from running.
     """
-    import msgspec
     from rich.console import Console
 
     from kvtier.demo import DemoOptions, run_demo
@@ -36,7 +35,7 @@ def demo(
         report = run_demo(options, progress.say)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        json_file.write_bytes(report.to_json())
     show(report, console)
     if report.faults():
         raise typer.Exit(1)
