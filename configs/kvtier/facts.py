@@ -155,8 +155,16 @@ def load(path: Path) -> Facts:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Facts)
     except OSError as error:
-        raise ConfigError("--facts", f"{path} ({error.strerror})", "a readable file", "Write one with "
-                          "`kvtier detect --json > facts.json`.") from error
+        raise ConfigError(
+            "--facts",
+            f"{path} ({error.strerror})",
+            "a readable file",
+            "Write one with `kvtier detect --json > facts.json`.",
+        ) from error
     except msgspec.DecodeError as error:
-        raise ConfigError("--facts", f"{path}: {error}", "what `kvtier detect --json` prints", "Write it again with "
-                          "`kvtier detect --json`.") from error
+        raise ConfigError(
+            "--facts",
+            f"{path}: {error}",
+            "what `kvtier detect --json` prints",
+            "Write it again with `kvtier detect --json`.",
+        ) from error

@@ -1,4 +1,5 @@
-"""The acid test against real engines: this project's disk tier under `kvtier launch`, vLLM's tiering, and a broken one."""
+"""The acid test against real engines: this project's disk tier under `kvtier launch`, vLLM's tiering, and a broken
+one."""
 
 from __future__ import annotations
 
@@ -36,35 +37,64 @@ def tiny_model() -> str:
 
 def acid_test(engine: Served, *words: str) -> tuple[Result, int]:
     """Run `kvtier acid-test --json` as a person would; its result and exit code."""
-    done = subprocess.run(kvtier("acid-test", "--url", engine.url, "--tokens", str(DOCUMENT), "--json", *words), env=engine.env, capture_output=True,
-                          text=True, check=False)
+    done = subprocess.run(
+        kvtier("acid-test", "--url", engine.url, "--tokens", str(DOCUMENT), "--json", *words),
+        env=engine.env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout, done.stderr
     return msgspec.json.decode(done.stdout, type=Result), done.returncode
 
 
 def doctor(engine: Served, *words: str) -> dict[str, dict[str, Any]]:
     """Checks of `kvtier doctor --json` by name."""
-    done = subprocess.run(kvtier("doctor", "--json", *words), env=engine.env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        kvtier("doctor", "--json", *words), env=engine.env, capture_output=True, text=True, check=False
+    )
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
 
 def tiering_command(model: str, port: int, folder: Path, spec: str) -> list[str]:
     """vLLM with its real tiering: RAM, and an fs tier behind it."""
-    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {
-        "spec_name": spec, "spec_module_path": "tests.engine.support.cpu_tiering", "cpu_bytes_to_use": RAM_TIER,
-        "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "fs"), "n_read_threads": 4, "n_write_threads": 4}]}}
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enable-prefix-caching", "--kv-transfer-config",
-            json.dumps(config), *small_pool_arguments(port)]
+    config = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": spec,
+            "spec_module_path": "tests.engine.support.cpu_tiering",
+            "cpu_bytes_to_use": RAM_TIER,
+            "secondary_tiers": [
+                {"type": "fs", "root_dir": str(folder / "fs"), "n_read_threads": 4, "n_write_threads": 4}
+            ],
+        },
+    }
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        "--enable-prefix-caching",
+        "--kv-transfer-config",
+        json.dumps(config),
+        *small_pool_arguments(port),
+    ]
 
 
 @pytest.fixture(scope="module")
 def engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
-    """Three engines, started at the same time because a start is mostly imports: under `kvtier launch`, with real tiering, with broken tiering."""
+    """Three engines, started at the same time because a start is mostly imports: under `kvtier launch`, with real
+    tiering, with broken tiering."""
 
     def make(name: str) -> Served:
         folder, port = tmp_path_factory.mktemp(name), free_port()
         if name == "launched":
-            words = kvtier("launch", tiny_model, "--nvme", str(folder / "kv"), "--nvme-gib", "1", "--", *small_pool_arguments(port))
+            words = kvtier(
+                "launch", tiny_model, "--nvme", str(folder / "kv"), "--nvme-gib", "1", "--", *small_pool_arguments(port)
+            )
             return Served(words, port, folder)
         spec = {"tiering": "CpuTieringSpec", "broken": "StoresButNeverServes"}[name]
         return Served(tiering_command(tiny_model, port, folder, spec), port, folder, {"PYTHONHASHSEED": "0"})
@@ -121,8 +151,13 @@ def test_doctor_sees_the_launched_engine(launched: Served) -> None:
 
 def test_watch_shows_the_launched_engine(launched: Served) -> None:
     """Watch prints one look as JSON, with tokens by source and the change since the last."""
-    done = subprocess.run(kvtier("watch", "--url", launched.url, "--looks", "2", "--interval", "0.5", "--json"), env=launched.env, capture_output=True,
-                          text=True, check=True)
+    done = subprocess.run(
+        kvtier("watch", "--url", launched.url, "--looks", "2", "--interval", "0.5", "--json"),
+        env=launched.env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     looks = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(looks) == 2
     assert looks[1][0]["snapshot"]["tokens"]["external_kv_transfer"] > 0

@@ -29,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _plans() -> Iterator[tuple[str, Plan]]:
     shapes: list[dict[str, Any]] = [
-        {}, {"nvme": "/data/kv", "nvme_gib": 50},
+        {},
+        {"nvme": "/data/kv", "nvme_gib": 50},
         {"max_model_len": 32768, "kv_cache_dtype": "fp8", "tp": 2, "pp": 2, "nvme": "/data/kv", "nvme_gib": 50},
     ]
     for box in BOXES:
@@ -47,7 +48,7 @@ PLANS = dict(_plans())
 def _lines(plan: Plan) -> list[list[str]]:
     """The command lines of all ranks, from the model on, as a shell would hand them over."""
     ranks = range(max(len(plan.nodes), 1))
-    return [shlex.split(render(plan, "args", rank))[len(plan.command) - 1:] for rank in ranks]
+    return [shlex.split(render(plan, "args", rank))[len(plan.command) - 1 :] for rank in ranks]
 
 
 def test_every_plan_parses(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,10 @@ def test_every_plan_parses(parser: argparse.ArgumentParser) -> None:
             assert parsed.enable_prefix_caching is True, name
             transfer = parsed.kv_transfer_config
             if plan.decision == "native-ram":
-                assert (parsed.kv_offloading_size * 2**30, parsed.kv_offloading_backend) == (plan.tiers[0].bytes, "native"), name
+                assert (parsed.kv_offloading_size * 2**30, parsed.kv_offloading_backend) == (
+                    plan.tiers[0].bytes,
+                    "native",
+                ), name
                 assert transfer is None, name
             elif plan.decision == "none":
                 assert transfer is None, name
@@ -107,6 +111,7 @@ def test_disk_connector_knows_every_key() -> None:
 def test_lmcache_loads_every_yaml(tmp_path: Path) -> None:
     """LMCache's loader reads every rendered YAML to the values that were meant, and the backend takes its part."""
     from lmcache.v1.config import LMCacheEngineConfig
+
     from lmcache_nvme_backend.settings import names_this_backend, parse_settings
 
     loaded = 0

@@ -15,7 +15,8 @@ from kvtier.observe.snapshot import root_of
 from lmcache_nvme_backend.errors import ConfigError
 
 _FIRST_ID, _IDS = 20, 220
-"""Ids that every vocabulary has and that are no special token in any common one (those lie at the very start or the end)."""
+"""Ids that every vocabulary has and that are no special token in any common one (those lie at the very start or the
+end)."""
 _READ_TIMEOUT_S = 1800.0
 
 
@@ -42,7 +43,9 @@ class Target:
         try:
             served = self.http.get(f"{self.url}/v1/models").raise_for_status().json()["data"][0]
         except (httpx.HTTPError, LookupError, ValueError) as error:
-            raise ConfigError("--url", f"{url} ({error})", "the root of a running vLLM", "Start the engine, or give its address.") from error
+            raise ConfigError(
+                "--url", f"{url} ({error})", "the root of a running vLLM", "Start the engine, or give its address."
+            ) from error
         self.model: str = model or served["id"]
         self.context: int | None = served.get("max_model_len")
 
@@ -59,8 +62,15 @@ class Target:
         Raises:
             RuntimeError: the engine answered with an error, or its stream broke off.
         """
-        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-                "stream_options": {"include_usage": True}}
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         began, first, tokens = time.perf_counter(), None, 0
         try:
             with self.http.stream("POST", f"{self.url}/v1/completions", json=body) as response:
@@ -92,12 +102,17 @@ class Target:
             except httpx.HTTPError:
                 pass
             time.sleep(0.5)
-        raise ConfigError("--restart-command", f"no healthy engine at {self.url} within {timeout_s:.0f} s", "a command after which the engine is up",
-                          "See the engine's log.")
+        raise ConfigError(
+            "--restart-command",
+            f"no healthy engine at {self.url} within {timeout_s:.0f} s",
+            "a command after which the engine is up",
+            "See the engine's log.",
+        )
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The stream's events. Lines end at a line feed alone: a model's text may hold other line ends, which `iter_lines` would cut at."""
+    """The stream's events. Lines end at a line feed alone: a model's text may hold other line ends, which
+    `iter_lines` would cut at."""
     rest = b""
     for part in response.iter_bytes():
         *lines, rest = (rest + part).split(b"\n")

@@ -8,7 +8,8 @@ from enum import StrEnum
 import msgspec
 
 _SERVED_SHARE = 0.5
-"""Of the document's tokens. A chunk's remainder and the last block are always computed; half is far from both none and all."""
+"""Of the document's tokens. A chunk's remainder and the last block are always computed; half is far from both none
+and all."""
 
 
 class Verdict(StrEnum):
@@ -99,8 +100,16 @@ def judge(steps: Sequence[Step], clues: Clues) -> tuple[Verdict, str, list[str]]
     stored = sum(step.stored_bytes for step in steps)
     part = max(evidence, key=lambda step: step.from_tier, default=None)
     if stored or clues.native or clues.plugin:
-        some = f", {part.from_tier:,} of {part.prompt_tokens:,} tokens served" if part and part.from_tier else ", no token served"
-        return Verdict.STORES_ONLY, f"{stored / 1e6:,.0f} MB left the pool for a tier{some} when the pool had lost the document", _causes(steps, clues)
+        some = (
+            f", {part.from_tier:,} of {part.prompt_tokens:,} tokens served"
+            if part and part.from_tier
+            else ", no token served"
+        )
+        return (
+            Verdict.STORES_ONLY,
+            f"{stored / 1e6:,.0f} MB left the pool for a tier{some} when the pool had lost the document",
+            _causes(steps, clues),
+        )
     return Verdict.NO_TIER, "nothing left the pool for a tier, and no tier shows in the metrics", _no_tier(clues)
 
 
@@ -115,14 +124,18 @@ def _reads_disk(step: Step) -> bool:
 
 def _served(step: Step, where: str) -> str:
     moved = step.disk_read_bytes or step.loaded_bytes
-    return f"{step.name}: {step.from_tier:,} of {step.prompt_tokens:,} tokens from {where} ({moved / 1e6:,.0f} MB read) in {step.seconds:.2f} s"
+    share = f"{step.from_tier:,} of {step.prompt_tokens:,} tokens"
+    return f"{step.name}: {share} from {where} ({moved / 1e6:,.0f} MB read) in {step.seconds:.2f} s"
 
 
 def _only_ram(steps: Sequence[Step]) -> list[str]:
     after = next((step for step in steps if step.name == "after-restart"), None)
     if after is None:
         return ["not restarted: give --restart-command to see whether a disk tier survives"]
-    return ["after the restart nothing was served: there is no disk tier, or its files were not found (PYTHONHASHSEED, another configuration)"]
+    return [
+        "after the restart nothing was served: there is no disk tier, or its files were not found (PYTHONHASHSEED, "
+        "another configuration)"
+    ]
 
 
 def _causes(steps: Sequence[Step], clues: Clues) -> list[str]:
@@ -130,21 +143,38 @@ def _causes(steps: Sequence[Step], clues: Clues) -> list[str]:
 
     found = []
     if pool_kept(steps):
-        found.append("the pool still held the document after the pressure: give a larger --pressure-tokens, nothing is proven yet")
+        found.append(
+            "the pool still held the document after the pressure, so nothing is proven yet: "
+            "give a larger --pressure-tokens"
+        )
     if clues.degraded:
         found.append("the tier is degraded: the engine's log says why")
     if clues.drafts and (0, 24, 0) <= version_tuple(clues.version) < (0, 30, 0):
-        found.append(f"vLLM {clues.version} with speculative decoding: on a hybrid model 0.24 to 0.29 store and never serve (kvpatches apply vllm-52771)")
+        found.append(
+            f"vLLM {clues.version} with speculative decoding: on a hybrid model 0.24 to 0.29 store and never serve "
+            "(kvpatches apply vllm-52771)"
+        )
     if clues.load_failures:
         found.append(f"{clues.load_failures} loads failed: see the engine's log and the disk")
     restarted = next((step for step in steps if step.name == "after-restart"), None)
     if restarted and not any(step.name == "after-pressure" and step.from_tier for step in steps):
-        found.append("keys differ between runs: set PYTHONHASHSEED=0 for every process, and keep the configuration the same")
+        found.append(
+            "keys differ between runs: set PYTHONHASHSEED=0 for every process, and keep the configuration the same"
+        )
     if clues.native and not found:
-        found.append("the tier may be smaller than the pressure: what it stored was evicted before it was asked for; or lookups miss what was stored")
-    return found or ["lookups miss what was stored: compare the hash seed, the hash algorithm and the model's configuration of both runs"]
+        found.append(
+            "the tier may be smaller than the pressure, so that what it stored was evicted before it was asked for; "
+            "or lookups miss what was stored"
+        )
+    return found or [
+        "lookups miss what was stored: compare the hash seed, the hash algorithm and the model's configuration "
+        "of both runs"
+    ]
 
 
 def _no_tier(clues: Clues) -> list[str]:
-    return ["no connector is configured, or LMCache started in degraded mode, which serves without any cache and does not fail: "
-            "look for \"degraded mode\" in the log, and at `kvtier doctor --url`"]
+    return [
+        "no connector is configured, or LMCache started in degraded mode, which serves without any cache "
+        "and does not fail: "
+        'look for "degraded mode" in the log, and at `kvtier doctor --url`'
+    ]

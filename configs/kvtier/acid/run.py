@@ -19,7 +19,8 @@ from lmcache_nvme_backend.errors import ConfigError
 _DEFAULT_SHARE = 4
 """The document is a quarter of the pool, so that the pressure soon evicts it."""
 _PRESSURE_FACTOR = 1.3
-"""Pressure beyond the pool: blocks are evicted in order of last use, so the pool's size is enough and a third is margin."""
+"""Pressure beyond the pool: blocks are evicted in order of last use, so the pool's size is enough and a third is
+margin."""
 _PRESSURE_PIECES = 4
 _LEAST_TOKENS = 512
 _SETTLE_S, _SETTLE_POLL_S = 20.0, 0.3
@@ -70,18 +71,34 @@ def run(target: Target, options: Options, say: Callable[[str], None] = lambda _:
     if options.parallel:
         say(f"{options.parallel} contexts at once …")
         parallel = _at_once(target, options.parallel, options.parallel_tokens or tokens, seed)
-    clues = Clues(native=last.native, plugin=last.plugin, degraded=last.degraded, drafts=last.drafted > 0 or first.drafted > 0,
-                  version=target.version(), load_failures=last.load_failures)
+    clues = Clues(
+        native=last.native,
+        plugin=last.plugin,
+        degraded=last.degraded,
+        drafts=last.drafted > 0 or first.drafted > 0,
+        version=target.version(),
+        load_failures=last.load_failures,
+    )
     verdict, why, causes = judge(steps, clues)
-    return Result(url=target.url, engine=f"vLLM {clues.version}".strip(), pool_tokens=pool, steps=steps, parallel=parallel, verdict=verdict, why=why,
-                  likely_causes=causes)
+    return Result(
+        url=target.url,
+        engine=f"vLLM {clues.version}".strip(),
+        pool_tokens=pool,
+        steps=steps,
+        parallel=parallel,
+        verdict=verdict,
+        why=why,
+        likely_causes=causes,
+    )
 
 
 def _length(asked: int | None, pool: int | None, context: int | None) -> int:
     most = (context or 1 << 30) - 8
     if asked is not None:
         if asked > most:
-            raise ConfigError("--tokens", str(asked), f"at most {most}, the engine's context less its answer", "Ask for less.")
+            raise ConfigError(
+                "--tokens", str(asked), f"at most {most}, the engine's context less its answer", "Ask for less."
+            )
         return asked
     return max(min((pool or 32768) // _DEFAULT_SHARE, most), _LEAST_TOKENS)
 
@@ -90,8 +107,12 @@ def _pressure(asked: int | None, pool: int | None) -> int:
     if asked is not None:
         return asked
     if pool is None:
-        raise ConfigError("--pressure-tokens", "nothing", "more tokens than the pool holds",
-                          "This engine does not say how large its pool is: give --pressure-tokens from its start-up log.")
+        raise ConfigError(
+            "--pressure-tokens",
+            "nothing",
+            "more tokens than the pool holds",
+            "This engine does not say how large its pool is: give --pressure-tokens from its start-up log.",
+        )
     return int(pool * _PRESSURE_FACTOR)
 
 
@@ -123,10 +144,18 @@ def _step(target: Target, name: str, ask: Callable[[], Answer]) -> Step:
     moved = {source: after.tokens[source] - before.tokens[source] for source in after.tokens}
     by = {source: after.cached[source] - before.cached[source] for source in after.cached if source != "device"}
     return Step(
-        name=name, seconds=round(answer.first_token_s, 4), prompt_tokens=answer.prompt_tokens, computed=moved["local_compute"],
-        from_pool=moved["local_cache_hit"], from_tier=moved["external_kv_transfer"], from_tier_by={key: value for key, value in by.items() if value},
-        stored_bytes=after.stored_bytes - before.stored_bytes, loaded_bytes=after.loaded_bytes - before.loaded_bytes,
-        disk_written_bytes=after.disk_written_bytes - before.disk_written_bytes, disk_read_bytes=after.disk_read_bytes - before.disk_read_bytes)
+        name=name,
+        seconds=round(answer.first_token_s, 4),
+        prompt_tokens=answer.prompt_tokens,
+        computed=moved["local_compute"],
+        from_pool=moved["local_cache_hit"],
+        from_tier=moved["external_kv_transfer"],
+        from_tier_by={key: value for key, value in by.items() if value},
+        stored_bytes=after.stored_bytes - before.stored_bytes,
+        loaded_bytes=after.loaded_bytes - before.loaded_bytes,
+        disk_written_bytes=after.disk_written_bytes - before.disk_written_bytes,
+        disk_read_bytes=after.disk_read_bytes - before.disk_read_bytes,
+    )
 
 
 def _press(target: Target, total: int, piece: int, seed: int) -> Answer:
@@ -144,8 +173,12 @@ def _press(target: Target, total: int, piece: int, seed: int) -> Answer:
 def _restart(target: Target, command: str) -> None:
     done = subprocess.run(command, shell=True, check=False, capture_output=True, text=True, timeout=_RESTART_TIMEOUT_S)
     if done.returncode != 0:
-        raise ConfigError("--restart-command", f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-500:]}", "a command that ends with 0",
-                          "Run it by hand.")
+        raise ConfigError(
+            "--restart-command",
+            f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-500:]}",
+            "a command that ends with 0",
+            "Run it by hand.",
+        )
     target.wait_until_up(_RESTART_TIMEOUT_S)
 
 
@@ -166,7 +199,13 @@ def _at_once(target: Target, number: int, tokens: int, seed: int) -> Parallel:
     after = _settled(target)
     done = [answer for answer in answers if isinstance(answer, Answer)]
     waits = after.queue_s[1] - before.queue_s[1]
-    return Parallel(requests=number, tokens_each=tokens, completed=len(done), failed=number - len(done),
-                    preemptions=after.preemptions - before.preemptions, seconds=[round(answer.total_s, 3) for answer in done],
-                    queue_s_mean=round((after.queue_s[0] - before.queue_s[0]) / waits, 3) if waits else None,
-                    prefill_tokens_per_s=round(sum(answer.prompt_tokens for answer in done) / took, 1))
+    return Parallel(
+        requests=number,
+        tokens_each=tokens,
+        completed=len(done),
+        failed=number - len(done),
+        preemptions=after.preemptions - before.preemptions,
+        seconds=[round(answer.total_s, 3) for answer in done],
+        queue_s_mean=round((after.queue_s[0] - before.queue_s[0]) / waits, 3) if waits else None,
+        prefill_tokens_per_s=round(sum(answer.prompt_tokens for answer in done) / took, 1),
+    )

@@ -24,7 +24,9 @@ def register(app: typer.Typer) -> None:
 def acid_test(
     url: Annotated[str, typer.Option(help="The engine's root, such as http://127.0.0.1:8000.")],
     tokens: Annotated[str | None, typer.Option(help="Length of the document; a quarter of the pool otherwise.")] = None,
-    pressure_tokens: Annotated[str | None, typer.Option(help="Other tokens that evict it; 1.3 times the pool otherwise.")] = None,
+    pressure_tokens: Annotated[
+        str | None, typer.Option(help="Other tokens that evict it; 1.3 times the pool otherwise.")
+    ] = None,
     restart_command: Annotated[str | None, typer.Option(help="Shell command that restarts the engine.")] = None,
     parallel: Annotated[int, typer.Option(help="Long contexts at once in the last part; 0 leaves it out.")] = 3,
     parallel_tokens: Annotated[str | None, typer.Option(help="Length of each; the document's otherwise.")] = None,
@@ -32,9 +34,15 @@ def acid_test(
     api_key: Annotated[str | None, typer.Option(help="Or VLLM_API_KEY.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Cold, repeat, after eviction pressure, after a restart: what served the document? Exit code 1 where no tier did."""
-    options = Options(tokens=wishes.number("--tokens", tokens), pressure_tokens=wishes.number("--pressure-tokens", pressure_tokens),
-                      restart_command=restart_command, parallel=parallel, parallel_tokens=wishes.number("--parallel-tokens", parallel_tokens))
+    """Cold, repeat, after eviction pressure, after a restart: what served the document? Exit code 1 where no tier
+    did."""
+    options = Options(
+        tokens=wishes.number("--tokens", tokens),
+        pressure_tokens=wishes.number("--pressure-tokens", pressure_tokens),
+        restart_command=restart_command,
+        parallel=parallel,
+        parallel_tokens=wishes.number("--parallel-tokens", parallel_tokens),
+    )
     target = Target(url, model, api_key or os.environ.get("VLLM_API_KEY"))
     try:
         result = run(target, options, say=lambda text: errors.print(text, style="dim", markup=False, highlight=False))
@@ -54,19 +62,37 @@ def show(result: Result) -> None:
     pool = f", pool {count(result.pool_tokens)} tokens" if result.pool_tokens else ""
     table = Table(title=f"{result.engine} at {result.url}{pool}")
     table.add_column("step", no_wrap=True)
-    for column in ("first token s", "tokens", "computed", "from pool", "from tier", "stored MB", "loaded MB", "disk MB out", "disk MB in"):
+    for column in (
+        "first token s",
+        "tokens",
+        "computed",
+        "from pool",
+        "from tier",
+        "stored MB",
+        "loaded MB",
+        "disk MB out",
+        "disk MB in",
+    ):
         table.add_column(column, justify="right")
     for step in result.steps:
         moved = (step.stored_bytes, step.loaded_bytes, step.disk_written_bytes, step.disk_read_bytes)
-        table.add_row(step.name, f"{step.seconds:.2f}", *(count(tokens) for tokens in (step.prompt_tokens, step.computed, step.from_pool, step.from_tier)),
-                      *(f"{size / 1e6:,.1f}" for size in moved))
+        table.add_row(
+            step.name,
+            f"{step.seconds:.2f}",
+            *(count(tokens) for tokens in (step.prompt_tokens, step.computed, step.from_pool, step.from_tier)),
+            *(f"{size / 1e6:,.1f}" for size in moved),
+        )
     console.print(table)
     if result.parallel:
         part = result.parallel
         times = ", ".join(f"{seconds:.1f}" for seconds in sorted(part.seconds))
         waited = "not said" if part.queue_s_mean is None else f"{part.queue_s_mean:.2f} s"
-        console.print(f"{part.requests} x {count(part.tokens_each)} tokens at once: {part.completed} completed ({times} s), {part.failed} failed, "
-                      f"{part.preemptions} preemptions, mean queue time {waited}, {count(part.prefill_tokens_per_s)} tokens/s", highlight=False)
+        console.print(
+            f"{part.requests} x {count(part.tokens_each)} tokens at once: {part.completed} completed ({times} "
+            f"s), {part.failed} failed, "
+            f"{part.preemptions} preemptions, mean queue time {waited}, {count(part.prefill_tokens_per_s)} tokens/s",
+            highlight=False,
+        )
     colour = "green" if result.passed else "red"
     console.print(f"[bold {colour}]{result.verdict.value}[/]: {result.why}", highlight=False)
     for cause in result.likely_causes:

@@ -25,9 +25,13 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 console = Console(soft_wrap=True)
 errors = Console(stderr=True, soft_wrap=True)
 
-FactsOption = Annotated[Path | None, typer.Option("--facts", help="A facts file of `kvtier detect --json`, instead of looking.")]
+FactsOption = Annotated[
+    Path | None, typer.Option("--facts", help="A facts file of `kvtier detect --json`, instead of looking.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-MemoryOption = Annotated[str | None, typer.Option("--memory", help="discrete or unified: your word goes before everything found.")]
+MemoryOption = Annotated[
+    str | None, typer.Option("--memory", help="discrete or unified: your word goes before everything found.")
+]
 
 
 def facts_from(file: Path | None, memory: str | None = None) -> Facts:
@@ -88,8 +92,20 @@ def user_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(*args, **kwargs)
         except ConfigError as error:
             if kwargs.get("as_json"):
-                sys.stdout.write(json.dumps({"error": {"setting": error.setting, "found": error.found, "allowed": error.allowed,
-                                                       "todo": error.todo}}, indent=2) + "\n")
+                sys.stdout.write(
+                    json.dumps(
+                        {
+                            "error": {
+                                "setting": error.setting,
+                                "found": error.found,
+                                "allowed": error.allowed,
+                                "todo": error.todo,
+                            }
+                        },
+                        indent=2,
+                    )
+                    + "\n"
+                )
             errors.print(f"error: {error}", style="red", markup=False, highlight=False)
             raise typer.Exit(EXIT_USAGE) from error
 

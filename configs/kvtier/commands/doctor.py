@@ -43,7 +43,9 @@ def doctor(
     wishes: Wishes,
     model: Annotated[str | None, typer.Argument(help="Also check the plan for this model.")] = None,
     url: Annotated[str | None, typer.Option(help="Also check the engine that runs there.")] = None,
-    engine_environment: Annotated[bool, typer.Option("--engine-env", help="Check only the environment of vLLM's processes on this host.")] = False,
+    engine_environment: Annotated[
+        bool, typer.Option("--engine-env", help="Check only the environment of vLLM's processes on this host.")
+    ] = False,
     expect: Annotated[list[str] | None, typer.Option(help="With --engine-env: NAME=VALUE, once a variable.")] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -48,7 +48,9 @@ def launch(
     facts: Facts,
     wishes: Wishes,
     vllm_args: Annotated[list[str] | None, typer.Argument(help="After `--`: arguments for vLLM; they win.")] = None,
-    apply_patches: Annotated[bool, typer.Option("--apply-patches", help="Apply the upstream fixes that the plan needs.")] = False,
+    apply_patches: Annotated[
+        bool, typer.Option("--apply-patches", help="Apply the upstream fixes that the plan needs.")
+    ] = False,
     rank: Annotated[int, typer.Option(help="Of a plan for several hosts: which one this is.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started.")] = False,
     as_json: JsonOption = False,
@@ -91,8 +93,12 @@ def _follow(start: Start, plan: Plan, *, as_json: bool) -> int:
 def _announce(follower: Follower, plan: Plan, *, as_json: bool) -> None:
     figures = follower.figures
     if as_json:
-        up = Up(decision=plan.decision.value, pool_tokens=figures.pool_tokens, max_concurrency=figures.max_concurrency,
-                tiers={tier.name: tier.bytes for tier in plan.tiers if tier.name != "pool"})
+        up = Up(
+            decision=plan.decision.value,
+            pool_tokens=figures.pool_tokens,
+            max_concurrency=figures.max_concurrency,
+            tiers={tier.name: tier.bytes for tier in plan.tiers if tier.name != "pool"},
+        )
         sys.stdout.write(msgspec.json.encode(up).decode() + "\n")
         sys.stdout.flush()
         return
@@ -101,14 +107,20 @@ def _announce(follower: Follower, plan: Plan, *, as_json: bool) -> None:
     _say(f"up: KV pool {pool}{seats}", "bold green")
     for tier in plan.tiers:
         if tier.name != "pool":
-            _say(f"    {tier.name}: {gib(tier.bytes)}, some {count(tier.tokens)} tokens, {tier.full_contexts:.1f} full contexts", "green")
+            _say(
+                f"    {tier.name}: {gib(tier.bytes)}, some {count(tier.tokens)} tokens, "
+                f"{tier.full_contexts:.1f} full contexts",
+                "green",
+            )
 
 
 def _stop_on(checks: list[Check], explain: Plan) -> None:
     for check in checks:
         if check.status is not Status.PASS:
-            _say(f"{check.status.value}: {check.name}: {check.sentence}" + (f"\n      {check.fix}" if check.fix else ""),
-                 "red" if check.status is Status.FAIL else "yellow")
+            _say(
+                f"{check.status.value}: {check.name}: {check.sentence}" + (f"\n      {check.fix}" if check.fix else ""),
+                "red" if check.status is Status.FAIL else "yellow",
+            )
     if any(check.status is Status.FAIL for check in checks):
         raise typer.Exit(EXIT_FAILED)
 
@@ -121,7 +133,12 @@ def _apply(plan: Plan, facts: Facts) -> Facts:
     if not needed:
         return facts
     for outcome in kvpatches.apply(needed):
-        _say(f"patched {outcome.file}: {', '.join(outcome.patches)}" if outcome.changed else f"{outcome.file} needs nothing", "dim")
+        _say(
+            f"patched {outcome.file}: {', '.join(outcome.patches)}"
+            if outcome.changed
+            else f"{outcome.file} needs nothing",
+            "dim",
+        )
     return msgspec.structs.replace(facts, patches=software.patch_states())
 
 

@@ -27,15 +27,21 @@ def _options(
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8, bfloat16, …")] = "auto",
     tp: Annotated[Text, typer.Option(help="Tensor parallel ranks.")] = None,
     pp: Annotated[Text, typer.Option(help="Pipeline stages.")] = None,
-    nodes: Annotated[Text, typer.Option(help="Hosts that serve together: spark-0=ADDRESS@INTERFACE,spark-1=…; the first is rank 0.")] = None,
-    spec: Annotated[Text, typer.Option(help="Speculative decoding: mtp, eagle, eagle3, ngram or draft_model, with :TOKENS.")] = None,
+    nodes: Annotated[
+        Text, typer.Option(help="Hosts that serve together: spark-0=ADDRESS@INTERFACE,spark-1=…; the first is rank 0.")
+    ] = None,
+    spec: Annotated[
+        Text, typer.Option(help="Speculative decoding: mtp, eagle, eagle3, ngram or draft_model, with :TOKENS.")
+    ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="LoRA adapters will be served.")] = False,
     target_vllm: Annotated[Text, typer.Option(help="Plan for this release instead of the installed one.")] = None,
     engine: Annotated[str, typer.Option(help="vllm.")] = "vllm",
     log: Annotated[Path | None, typer.Option(help="vLLM's start-up log: its pool decides seats and steps.")] = None,
     typical_tokens: Annotated[Text, typer.Option(help="Length of a usual request, for the advice on seats.")] = None,
     prefill_tps: Annotated[float | None, typer.Option(help="Prefill rate, tokens/s, for the estimate.")] = None,
-    link_gbps: Annotated[float | None, typer.Option(help="Host to device, GB/s; goes before what was measured.")] = None,
+    link_gbps: Annotated[
+        float | None, typer.Option(help="Host to device, GB/s; goes before what was measured.")
+    ] = None,
     nvme_gbps: Annotated[float | None, typer.Option(help="NVMe read, GB/s; goes before what was measured.")] = None,
     lmcache_file: Annotated[Text, typer.Option(help="Where the LMCache configuration will lie.")] = None,
 ) -> None:
@@ -58,7 +64,8 @@ def with_planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
     kept = [parameter for parameter in own if parameter.name not in ("facts", "wishes")]
     added = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in _PARAMETERS.values()]
     wrapped.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in kept] + added)
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in kept] + added
+    )
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in (*kept, *added)}
     return wrapped
 

@@ -30,7 +30,8 @@ def render(
     rank: Annotated[int, typer.Option(help="Of a plan for several hosts: which one.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """The plan for MODEL as text: vLLM's arguments, LMCache's YAML, the environment, a compose service, a unit, a pod."""
+    """The plan for MODEL as text: vLLM's arguments, LMCache's YAML, the environment, a compose service, a unit, a
+    pod."""
     text = to_text(decide(facts, model, wishes), form, rank)
     if as_json:
         print_json({"format": form, "rank": rank, "text": text})

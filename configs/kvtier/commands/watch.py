@@ -34,14 +34,18 @@ def watch(
     ram_gib: Annotated[str | None, typer.Option(help="Size of the RAM tier, where the engine runs elsewhere.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pool, tokens by source, hits, tier fill, copy speed, preemptions, waiting, drafts, device memory; with what is bad about them."""
+    """Pool, tokens by source, hits, tier fill, copy speed, preemptions, waiting, drafts, device memory; with what is
+    bad about them."""
     if interval <= 0:
         raise ConfigError("--interval", str(interval), "a number of seconds above 0", "Such as 2.")
     size = wishes.size("--ram-gib", ram_gib)
     sizes = {each: (size << 30) if size else ram_tier_of(command_line(each)) for each in url}
     last: dict[str, Snapshot] = {}
     count = 0
-    with Live(console=console, auto_refresh=False, screen=False) if not as_json else _Quiet() as live, httpx.Client(trust_env=False, timeout=10.0) as client:
+    with (
+        Live(console=console, auto_refresh=False, screen=False) if not as_json else _Quiet() as live,
+        httpx.Client(trust_env=False, timeout=10.0) as client,
+    ):
         while True:
             seen = [_look(each, last, sizes[each], client) for each in url]
             if as_json:
@@ -75,7 +79,13 @@ def _look(url: str, last: dict[str, Snapshot], ram_tier_bytes: int | None, clien
         return Seen(url=url, error=error.found)
     before = last.get(url, now)
     last[url] = now
-    return Seen(url=url, snapshot=now, change=change(before, now), ram_tier_bytes=ram_tier_bytes, device_free=nvidia.free_bytes())
+    return Seen(
+        url=url,
+        snapshot=now,
+        change=change(before, now),
+        ram_tier_bytes=ram_tier_bytes,
+        device_free=nvidia.free_bytes(),
+    )
 
 
 class _Quiet:

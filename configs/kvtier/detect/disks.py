@@ -11,9 +11,36 @@ from pathlib import Path
 
 from kvtier.facts import Disk
 
-_SKIPPED = {"proc", "sysfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "mqueue", "hugetlbfs",
-            "pstore", "bpf", "fusectl", "configfs", "autofs", "rpc_pipefs", "nsfs", "squashfs", "ramfs", "efivarfs", "binfmt_misc",
-            "iso9660", "vfat", "fuse.portal", "fuse.gvfsd-fuse", "selinuxfs", "drvfs"}
+_SKIPPED = {
+    "proc",
+    "sysfs",
+    "devtmpfs",
+    "devpts",
+    "cgroup",
+    "cgroup2",
+    "securityfs",
+    "debugfs",
+    "tracefs",
+    "mqueue",
+    "hugetlbfs",
+    "pstore",
+    "bpf",
+    "fusectl",
+    "configfs",
+    "autofs",
+    "rpc_pipefs",
+    "nsfs",
+    "squashfs",
+    "ramfs",
+    "efivarfs",
+    "binfmt_misc",
+    "iso9660",
+    "vfat",
+    "fuse.portal",
+    "fuse.gvfsd-fuse",
+    "selinuxfs",
+    "drvfs",
+}
 _SYSTEM_MOUNTS = ("/proc", "/sys", "/dev", "/run", "/boot", "/etc", "/snap")
 _PROBE_BYTES = 4096
 
@@ -43,8 +70,16 @@ def look(root: Path, device: str, mount: str, filesystem: str) -> Disk | None:
     total = max(stat.f_blocks * stat.f_frsize, _device_bytes(block))
     if total == 0:
         return None
-    return Disk(mount=mount, filesystem=filesystem, device=device, total_bytes=total, free_bytes=stat.f_bavail * stat.f_frsize,
-                rotational=_rotational(block), o_direct=takes_o_direct(here), loopback=bool(re.match(r"/dev/loop\d", device)))
+    return Disk(
+        mount=mount,
+        filesystem=filesystem,
+        device=device,
+        total_bytes=total,
+        free_bytes=stat.f_bavail * stat.f_frsize,
+        rotational=_rotational(block),
+        o_direct=takes_o_direct(here),
+        loopback=bool(re.match(r"/dev/loop\d", device)),
+    )
 
 
 def takes_o_direct(directory: Path) -> bool | None:
@@ -81,7 +116,9 @@ def _mounts(root: Path) -> list[tuple[str, str, str, str]]:
         lines = (root / "proc/mounts").read_text(errors="replace").splitlines()
     except OSError:
         return []
-    return [(fields[0], _unescape(fields[1]), fields[2], fields[3]) for line in lines if len(fields := line.split()) >= 4]
+    return [
+        (fields[0], _unescape(fields[1]), fields[2], fields[3]) for line in lines if len(fields := line.split()) >= 4
+    ]
 
 
 def _unescape(text: str) -> str:

@@ -8,11 +8,24 @@ from pathlib import Path
 from kvtier.facts import Device, Vendor
 
 _AMD, _INTEL = "0x1002", "0x8086"
-_AMD_NAMES = {"1002:1586": "Radeon 8060S Graphics", "1002:74a0": "AMD Instinct MI300A", "1002:74a1": "AMD Instinct MI300X",
-              "1002:150e": "Radeon 890M Graphics", "1002:15bf": "Radeon 780M Graphics"}
-_INTEL_NAMES = {"8086:e223": "Intel(R) Arc(TM) Pro B70 Graphics", "8086:e20b": "Intel(R) Arc(TM) B580 Graphics",
-                "8086:7d55": "Intel(R) Arc(TM) Graphics"}
-_OWN_MEMORY = ("tile*/physical_vram_size_bytes", "device/tile*/physical_vram_size_bytes", "lmem_total_bytes", "device/lmem_total_bytes")
+_AMD_NAMES = {
+    "1002:1586": "Radeon 8060S Graphics",
+    "1002:74a0": "AMD Instinct MI300A",
+    "1002:74a1": "AMD Instinct MI300X",
+    "1002:150e": "Radeon 890M Graphics",
+    "1002:15bf": "Radeon 780M Graphics",
+}
+_INTEL_NAMES = {
+    "8086:e223": "Intel(R) Arc(TM) Pro B70 Graphics",
+    "8086:e20b": "Intel(R) Arc(TM) B580 Graphics",
+    "8086:7d55": "Intel(R) Arc(TM) Graphics",
+}
+_OWN_MEMORY = (
+    "tile*/physical_vram_size_bytes",
+    "device/tile*/physical_vram_size_bytes",
+    "lmem_total_bytes",
+    "device/lmem_total_bytes",
+)
 
 
 def devices(root: Path) -> tuple[Device, ...]:
@@ -32,16 +45,29 @@ def devices(root: Path) -> tuple[Device, ...]:
 def _amd(card: Path) -> Device:
     identity = _identity(card)
     name = _text(card / "device/product_name") or _AMD_NAMES.get(identity, f"AMD GPU {identity}")
-    return Device(vendor=Vendor.AMD, name=name, pci_id=identity, pci_slot=_slot(card), memory_bytes=_number(card / "device/mem_info_vram_total"),
-                  gtt_bytes=_number(card / "device/mem_info_gtt_total"), link=_link(card))
+    return Device(
+        vendor=Vendor.AMD,
+        name=name,
+        pci_id=identity,
+        pci_slot=_slot(card),
+        memory_bytes=_number(card / "device/mem_info_vram_total"),
+        gtt_bytes=_number(card / "device/mem_info_gtt_total"),
+        link=_link(card),
+    )
 
 
 def _intel(card: Path) -> Device:
     identity = _identity(card)
     own = [path for pattern in _OWN_MEMORY for path in sorted(card.glob(pattern))]
-    return Device(vendor=Vendor.INTEL, name=_INTEL_NAMES.get(identity, f"Intel GPU {identity}"), pci_id=identity, pci_slot=_slot(card),
-                  own_memory_files=tuple(str(path.relative_to(card)) for path in own),
-                  memory_bytes=sum(_number(path) or 0 for path in own) or None, link=_link(card))
+    return Device(
+        vendor=Vendor.INTEL,
+        name=_INTEL_NAMES.get(identity, f"Intel GPU {identity}"),
+        pci_id=identity,
+        pci_slot=_slot(card),
+        own_memory_files=tuple(str(path.relative_to(card)) for path in own),
+        memory_bytes=sum(_number(path) or 0 for path in own) or None,
+        link=_link(card),
+    )
 
 
 def _identity(card: Path) -> str:

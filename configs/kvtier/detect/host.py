@@ -43,7 +43,10 @@ def shm(root: Path) -> tuple[int, int]:
 def physical_cores(root: Path) -> int:
     """Cores without their sibling threads, as far as this process may use them."""
     allowed = len(os.sched_getaffinity(0)) if root == Path("/") else None
-    siblings = {path.read_text().strip() for path in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")}
+    siblings = {
+        path.read_text().strip()
+        for path in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
+    }
     found = len(siblings) or sum(line.startswith("processor") for line in _lines(root / "proc/cpuinfo")) or 1
     return min(found, allowed) if allowed else found
 
@@ -57,7 +60,10 @@ def open_files() -> tuple[int, int]:
 
 def in_container(root: Path) -> bool:
     """Docker and Podman leave a marker file; Kubernetes sets a variable."""
-    return any((root / name).exists() for name in (".dockerenv", "run/.containerenv")) or "KUBERNETES_SERVICE_HOST" in os.environ
+    return (
+        any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
+        or "KUBERNETES_SERVICE_HOST" in os.environ
+    )
 
 
 def in_wsl(root: Path) -> bool:
@@ -66,8 +72,11 @@ def in_wsl(root: Path) -> bool:
 
 
 def _zram(root: Path) -> int:
-    return sum(int(fields[2]) * 1024 for line in _lines(root / "proc/swaps")[1:]
-               if len(fields := line.split()) > 2 and fields[0].startswith("/dev/zram"))
+    return sum(
+        int(fields[2]) * 1024
+        for line in _lines(root / "proc/swaps")[1:]
+        if len(fields := line.split()) > 2 and fields[0].startswith("/dev/zram")
+    )
 
 
 def _lines(path: Path) -> list[str]:

@@ -22,12 +22,19 @@ _COPY_ROUNDS = 5
 
 
 def measure(facts: Facts, directory: str | None = None) -> Facts:
-    """The facts with what could be measured here: nothing of the device where torch sees none, nothing of a disk that refuses."""
+    """The facts with what could be measured here: nothing of the device where torch sees none, nothing of a disk
+    that refuses."""
     up, down = copy_rates()
     where = directory or _fastest(facts.disks)
     write, read = disk_rates(Path(where)) if where else (None, None)
-    measured = Measured(host_to_device=up, device_to_host=down, disk_write=write, disk_read=read, disk_path=where if write else None,
-                        prefill_tokens_per_s=facts.measured.prefill_tokens_per_s)
+    measured = Measured(
+        host_to_device=up,
+        device_to_host=down,
+        disk_write=write,
+        disk_read=read,
+        disk_path=where if write else None,
+        prefill_tokens_per_s=facts.measured.prefill_tokens_per_s,
+    )
     return msgspec.structs.replace(facts, measured=measured)
 
 
@@ -37,7 +44,9 @@ def copy_rates() -> tuple[float | None, float | None]:
         import torch
     except ImportError:
         return None, None
-    kind = "cuda" if torch.cuda.is_available() else "xpu" if hasattr(torch, "xpu") and torch.xpu.is_available() else None
+    kind = (
+        "cuda" if torch.cuda.is_available() else "xpu" if hasattr(torch, "xpu") and torch.xpu.is_available() else None
+    )
     if kind is None:
         return None, None
     accelerator = torch.cuda if kind == "cuda" else torch.xpu
@@ -58,7 +67,8 @@ def copy_rates() -> tuple[float | None, float | None]:
 
 
 def disk_rates(directory: Path, size: int = _DISK_BYTES) -> tuple[float | None, float | None]:
-    """O_DIRECT write and read in 8 MiB blocks, bytes a second; (None, None) where the file system refuses or is full."""
+    """O_DIRECT write and read in 8 MiB blocks, bytes a second; (None, None) where the file system refuses or is
+    full."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".kvtier-measure-", dir=directory)
     except OSError:

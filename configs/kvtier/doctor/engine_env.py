@@ -8,7 +8,6 @@ from pathlib import Path
 from kvtier.doctor.checks import Check, failed, passed
 from lmcache_nvme_backend.errors import ConfigError
 
-_MARKS = ("VLLM::", "vllm.entrypoints", "vllm serve", "bin/vllm")
 
 
 def expected(pairs: list[str]) -> dict[str, str]:
@@ -29,11 +28,11 @@ def engine_processes(proc: Path = Path("/proc")) -> dict[int, str]:
         if not process.name.isdigit():
             continue
         try:
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if any(mark in command for mark in _MARKS) and not _ours(command):
-            found[int(process.name)] = command[:60]
+        if _is_engine(words):
+            found[int(process.name)] = " ".join(words)[:60].strip()
     return found
 
 
@@ -52,25 +51,41 @@ def _one(pid: int, command: str, wanted: Mapping[str, str], proc: Path) -> Check
     except OSError as error:
         return failed(name, f"{command}: its environment cannot be read ({error.strerror})", "run as the engine's user")
     source = "" if told_by == pid else f" (told by its parent {told_by}, whose environment it was given)"
-    wrong = [f"{key} is {has.get(key, 'not set')}, not {value}" for key, value in wanted.items() if has.get(key) != value]
+    wrong = [
+        f"{key} is {has.get(key, 'not set')}, not {value}" for key, value in wanted.items() if has.get(key) != value
+    ]
     if wrong:
-        return failed(name, f"{command}: {'; '.join(wrong)}{source}", "set it where this host's engine is started, and start it again")
+        return failed(
+            name,
+            f"{command}: {'; '.join(wrong)}{source}",
+            "set it where this host's engine is started, and start it again",
+        )
     return passed(name, f"{command}: has {', '.join(wanted)}{source}")
 
 
 def _environment(pid: int, proc: Path) -> tuple[dict[str, str], int]:
     """A process's environment and the process that told it.
 
-    A process that gives itself a title ("VLLM::Worker") writes it over its own environment in /proc; its parent's is what it was given.
+    A process that gives itself a title ("VLLM::Worker") writes it over its own environment in /proc; its parent's is
+    what it was given.
     """
     while True:
         raw = (proc / str(pid) / "environ").read_bytes()
         has = dict(entry.split("=", 1) for entry in raw.decode(errors="replace").split("\0") if "=" in entry)
         parent = _parent(pid, proc)
         titled = (proc / str(pid) / "cmdline").read_bytes().startswith(b"VLLM::")
-        if not titled or parent <= 1:
+        if not titled or not _could_have_started_it(parent, proc):
             return has, pid
         pid = parent
+
+
+def _could_have_started_it(pid: int, proc: Path) -> bool:
+    """A Python or vLLM process, not the init that orphans fall to (in a container process 1 may be the engine itself)."""
+    try:
+        command = (proc / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"python" in command or b"vllm" in command.lower()
 
 
 def _parent(pid: int, proc: Path) -> int:
@@ -78,6 +93,10 @@ def _parent(pid: int, proc: Path) -> int:
     return int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
 
 
-def _ours(command: str) -> bool:
-    words = command.split()
-    return any(word.startswith("kvtier") or word.endswith("/kvtier") for word in words[:4])
+def _is_engine(words: list[str]) -> bool:
+    """A title that vLLM gives its processes, its module under Python, or its command."""
+    if words[0].startswith("VLLM::"):
+        return True
+    if any(Path(word).name == "vllm" for word in words[:2]):
+        return True
+    return any(flag == "-m" and module.startswith("vllm.") for flag, module in zip(words[:4], words[1:5]))

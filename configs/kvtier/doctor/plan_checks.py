@@ -29,13 +29,23 @@ def _decision(plan: Plan) -> list[Check]:
     fix = next((step.command for step in plan.steps if step.required), None)
     if refused:
         return [failed(reason.rule, reason.sentence, fix) for reason in refused]
-    return [passed("decision", plan.decision.value), *(warned(reason.rule, reason.sentence) for reason in plan.warnings
-                                                       if reason.rule != "spec-decode-on-hybrid")]
+    return [
+        passed("decision", plan.decision.value),
+        *(warned(reason.rule, reason.sentence) for reason in plan.warnings if reason.rule != "spec-decode-on-hybrid"),
+    ]
 
 
 def _patches(plan: Plan) -> list[Check]:
-    return [judged(f"patch {patch.name}", patch.state in APPLIED, f"{patch.state}: {patch.fixes}", f"{patch.state}: {patch.fixes}",
-                   f"kvpatches apply {patch.name}   # or kvtier launch --apply-patches") for patch in plan.patches]
+    return [
+        judged(
+            f"patch {patch.name}",
+            patch.state in APPLIED,
+            f"{patch.state}: {patch.fixes}",
+            f"{patch.state}: {patch.fixes}",
+            f"kvpatches apply {patch.name}   # or kvtier launch --apply-patches",
+        )
+        for patch in plan.patches
+    ]
 
 
 def _steps(plan: Plan) -> list[Check]:
@@ -48,8 +58,15 @@ def _shm(facts: Facts, plan: Plan) -> list[Check]:
         return []
     good = facts.shm_free > ram.bytes
     whole = -(-ram.bytes // (8 << 30)) * 8 + 8
-    return [judged("shm", good or plan.vendor == "amd", f"/dev/shm has {gib(facts.shm_free)} free for the tier of {gib(ram.bytes)}",
-                   f"/dev/shm has only {gib(facts.shm_free)} free, the tier takes {gib(ram.bytes)}", f"mount -o remount,size={whole}G /dev/shm")]
+    return [
+        judged(
+            "shm",
+            good or plan.vendor == "amd",
+            f"/dev/shm has {gib(facts.shm_free)} free for the tier of {gib(ram.bytes)}",
+            f"/dev/shm has only {gib(facts.shm_free)} free, the tier takes {gib(ram.bytes)}",
+            f"mount -o remount,size={whole}G /dev/shm",
+        )
+    ]
 
 
 def _directories(plan: Plan) -> list[Check]:
@@ -60,10 +77,20 @@ def _directories(plan: Plan) -> list[Check]:
         there = next((folder for folder in (Path(tier.path), *Path(tier.path).parents) if folder.is_dir()), Path("/"))
         probe = disks.takes_o_direct(there)
         if probe is None:
-            found.append(failed("nvme", f"{there} cannot be written", f"mkdir -p {tier.path} && chown $USER {tier.path}"))
+            found.append(
+                failed("nvme", f"{there} cannot be written", f"mkdir -p {tier.path} && chown $USER {tier.path}")
+            )
         else:
-            found.append(judged("nvme", probe, f"{tier.path} takes O_DIRECT", f"{tier.path} refuses O_DIRECT: everything goes through the "
-                                "page cache", "name a directory on ext4 or xfs with --nvme", hard=False))
+            found.append(
+                judged(
+                    "nvme",
+                    probe,
+                    f"{tier.path} takes O_DIRECT",
+                    f"{tier.path} refuses O_DIRECT: everything goes through the page cache",
+                    "name a directory on ext4 or xfs with --nvme",
+                    hard=False,
+                )
+            )
     return found
 
 
@@ -71,7 +98,14 @@ def _policy(plan: Plan) -> list[Check]:
     if "--kv-transfer-config" not in plan.vllm_args:
         return []
     good = '"kv_load_failure_policy":"recompute"' in plan.vllm_args[plan.vllm_args.index("--kv-transfer-config") + 1]
-    return [judged("load-failure-policy", good, "recompute: a failed load costs time, not the request", "a failed load ends the request")]
+    return [
+        judged(
+            "load-failure-policy",
+            good,
+            "recompute: a failed load costs time, not the request",
+            "a failed load ends the request",
+        )
+    ]
 
 
 def _seed(plan: Plan, environment: Mapping[str, str]) -> list[Check]:
@@ -79,5 +113,13 @@ def _seed(plan: Plan, environment: Mapping[str, str]) -> list[Check]:
         return []
     mine = environment.get("PYTHONHASHSEED")
     good = mine is None or mine.isdigit()
-    return [judged("hash-seed", good, "PYTHONHASHSEED is fixed", f"PYTHONHASHSEED={mine}: a restart would find nothing", "export PYTHONHASHSEED=0",
-                   hard=False)]
+    return [
+        judged(
+            "hash-seed",
+            good,
+            "PYTHONHASHSEED is fixed",
+            f"PYTHONHASHSEED={mine}: a restart would find nothing",
+            "export PYTHONHASHSEED=0",
+            hard=False,
+        )
+    ]

@@ -38,13 +38,17 @@ def find(model: str) -> Checkpoint:
     directory = path if (path / "config.json").is_file() else _in_hub_cache(model)
     if directory is None:
         raise ConfigError(
-            "MODEL", repr(model), "a directory with a config.json, or a model that lies in the local hub cache",
-            f"Fetch it first, for example with `hf download {model} config.json model.safetensors.index.json`.")
+            "MODEL",
+            repr(model),
+            "a directory with a config.json, or a model that lies in the local hub cache",
+            f"Fetch it first, for example with `hf download {model} config.json model.safetensors.index.json`.",
+        )
     try:
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError("MODEL", f"{directory / 'config.json'}: {error}", "a readable JSON file",
-                          "Download the file again.") from error
+        raise ConfigError(
+            "MODEL", f"{directory / 'config.json'}: {error}", "a readable JSON file", "Download the file again."
+        ) from error
     weights, source = _weights(directory)
     return Checkpoint(name=model, directory=directory, config=config, weights_bytes=weights, weights_source=source)
 

@@ -11,9 +11,21 @@ from kvtier.geometry.layers import Layers, count
 from kvtier.units import MIB
 from lmcache_nvme_backend.errors import ConfigError
 
-_BYTES = {"float32": 4.0, "float": 4.0, "float16": 2.0, "half": 2.0, "bfloat16": 2.0, "auto": 2.0,
-          "fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "fp8_inc": 1.0, "int8": 1.0, "int8_per_token_head": 1.0,
-          "fp8_per_token_head": 1.0}
+_BYTES = {
+    "float32": 4.0,
+    "float": 4.0,
+    "float16": 2.0,
+    "half": 2.0,
+    "bfloat16": 2.0,
+    "auto": 2.0,
+    "fp8": 1.0,
+    "fp8_e4m3": 1.0,
+    "fp8_e5m2": 1.0,
+    "fp8_inc": 1.0,
+    "int8": 1.0,
+    "int8_per_token_head": 1.0,
+    "fp8_per_token_head": 1.0,
+}
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +85,9 @@ def read(checkpoint: Checkpoint, *, kv_cache_dtype: str = "auto", tensor_paralle
     width, label = _dtype(kv_cache_dtype, config, outer)
     attending = layers.full + layers.window
     draft_layers = int(config.get("mtp_num_hidden_layers") or config.get("num_nextn_predict_layers") or 0)
-    one_layer, attention, words = _one_layer(config, width, tensor_parallel, checkpoint) if attending else (0, "none", "")
+    one_layer, attention, words = (
+        _one_layer(config, width, tensor_parallel, checkpoint) if attending else (0, "none", "")
+    )
     formula = f"{attending} layers x {words} = {attending * one_layer:,} B" if attending else "no attention layer: 0 B"
     if layers.state and attending:
         formula += f" ({layers.state} layers with a state of fixed size count nothing)"
@@ -102,16 +116,24 @@ def _one_layer(config: dict[str, Any], width: float, ranks: int, checkpoint: Che
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_width = int(config.get("head_dim") or int(_need(config, "hidden_size", checkpoint)) // heads)
     kept = max(kv_heads, ranks)
-    return int(2 * kept * head_width * width), "MHA" if kv_heads == heads else "GQA", (
-        f"2 x {kept} KV heads x {head_width} x {width:g} B")
+    return (
+        int(2 * kept * head_width * width),
+        "MHA" if kv_heads == heads else "GQA",
+        (f"2 x {kept} KV heads x {head_width} x {width:g} B"),
+    )
 
 
 def _dtype(asked: str, config: dict[str, Any], outer: dict[str, Any]) -> tuple[float, str]:
     name = asked
     if asked == "auto":
         scheme = (outer.get("quantization_config") or {}).get("kv_cache_scheme") or {}
-        own = str(config.get("dtype") or config.get("torch_dtype") or outer.get("dtype") or outer.get("torch_dtype")
-                  or "bfloat16").removeprefix("torch.")
+        own = str(
+            config.get("dtype")
+            or config.get("torch_dtype")
+            or outer.get("dtype")
+            or outer.get("torch_dtype")
+            or "bfloat16"
+        ).removeprefix("torch.")
         name = "fp8" if scheme.get("num_bits") == 8 else own
     if name not in _BYTES:
         raise ConfigError("--kv-cache-dtype", repr(name), ", ".join(sorted(_BYTES)), "Take one of these, or auto.")
@@ -132,13 +154,19 @@ def _state_of_one_layer(config: dict[str, Any]) -> int:
         tail = (int(config.get("linear_conv_kernel_dim") or 4) - 1) * channels * 2
         return tail + int(value_heads) * key_width * value_width * recurrent_bytes
     inner = config.get("intermediate_size") or int(config.get("expand") or 2) * int(config.get("hidden_size") or 0)
-    return int(inner) * (int(config.get("conv_kernel") or 4) * 2 + int(config.get("state_size") or 16) * recurrent_bytes)
+    return int(inner) * (
+        int(config.get("conv_kernel") or 4) * 2 + int(config.get("state_size") or 16) * recurrent_bytes
+    )
 
 
 def _need(config: dict[str, Any], key: str, checkpoint: Checkpoint) -> Any:
     if config.get(key) is None:
-        raise ConfigError("MODEL", f"{checkpoint.directory / 'config.json'} without {key!r}",
-                          "a decoder's configuration", "Give the language model's own config.json.")
+        raise ConfigError(
+            "MODEL",
+            f"{checkpoint.directory / 'config.json'} without {key!r}",
+            "a decoder's configuration",
+            "Give the language model's own config.json.",
+        )
     return config[key]
 
 

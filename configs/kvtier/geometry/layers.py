@@ -31,7 +31,9 @@ def count(config: dict[str, Any]) -> Layers:
     window_tokens = config.get("sliding_window") or config.get("attention_chunk_size")
     full = sum(kind in _FULL for kind in kinds)
     window = sum(kind in _WINDOW for kind in kinds)
-    return Layers(full, window, sum(kind in _STATE for kind in kinds), int(window_tokens) if window else None)
+    return Layers(
+        full, window, sum(kind in _STATE for kind in kinds), int(window_tokens) if window and window_tokens else None
+    )
 
 
 def _kinds(config: dict[str, Any], total: int) -> list[str]:

@@ -6,14 +6,24 @@ from collections.abc import Sequence
 
 import msgspec
 
-_ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-n": "--nnodes", "-r": "--node-rank",
-            "-dp": "--data-parallel-size", "-sc": "--speculative-config"}
-_EXCLUDING = {"--kv-offloading-size": ("--kv-transfer-config",),
-              "--kv-transfer-config": ("--kv-offloading-size", "--kv-offloading-backend"),
-              "--kv-cache-memory-bytes": ("--gpu-memory-utilization",)}
+_ALIASES = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-dp": "--data-parallel-size",
+    "-sc": "--speculative-config",
+}
+_EXCLUDING = {
+    "--kv-offloading-size": ("--kv-transfer-config",),
+    "--kv-transfer-config": ("--kv-offloading-size", "--kv-offloading-backend"),
+    "--kv-cache-memory-bytes": ("--gpu-memory-utilization",),
+}
 """A flag of the user's that makes flags of the plan void or wrong: vLLM's size flag overwrites the connector."""
-_DEFEATING = {"--no-enable-prefix-caching": "without prefix caching no tier serves anything",
-              "--disable-hybrid-kv-cache-manager": "a hybrid model does not start so"}
+_DEFEATING = {
+    "--no-enable-prefix-caching": "without prefix caching no tier serves anything",
+    "--disable-hybrid-kv-cache-manager": "a hybrid model does not start so",
+}
 
 
 class Merged(msgspec.Struct, frozen=True):

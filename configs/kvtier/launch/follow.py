@@ -9,15 +9,20 @@ from kvtier.plan.advice import EngineFigures, from_log_text
 _UP = "Application startup complete"
 _FIGURE_MARKS = ("KV cache size", "Maximum concurrency", "Available KV cache memory", "non-default args")
 _FAILURES = {
-    "Insufficient space in /dev/shm": "the RAM tier does not fit /dev/shm: remount it larger (`mount -o remount,size=…G /dev/shm`) or lower --ram-gib",
-    "Failed to promote local KV cache specs": "a hybrid model does not run with LMCache's in-process connector: plan again without it",
+    "Insufficient space in /dev/shm": "the RAM tier does not fit /dev/shm: remount it larger (`mount -o "
+    "remount,size=…G /dev/shm`) or lower --ram-gib",
+    "Failed to promote local KV cache specs": "a hybrid model does not run with LMCache's in-process connector: "
+    "plan again without it",
     "expandable_segments": "unset expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF",
-    "No available memory for the cache blocks": "the weights leave no room for a KV pool: a smaller --max-model-len, a smaller model, or more devices",
-    "is larger than the maximum number of tokens that can be stored": "one context of that length does not fit the pool: lower --max-model-len",
+    "No available memory for the cache blocks": "the weights leave no room for a KV pool: a smaller "
+    "--max-model-len, a smaller model, or more devices",
+    "is larger than the maximum number of tokens that can be stored": "one context of that length does not fit "
+    "the pool: lower --max-model-len",
     "address already in use": "another process has the port: give another one after `--`, such as --port 8001",
     "Too many open files": "raise the limit: ulimit -n 65536",
     "degraded mode": "LMCache could not start its storage and serves without any cache: see the lines above it",
-    "No supported cpu connector": "the plugin of lmcache-nvme-backend did not run: is it installed, and does VLLM_PLUGINS let it?",
+    "No supported cpu connector": "the plugin of lmcache-nvme-backend did not run: is it installed, and does "
+    "VLLM_PLUGINS let it?",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,9 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     conflicts: list[str]
 
 
-def prepare(plan: Plan, users: Sequence[str], environment: Mapping[str, str], rank: int = 0, state: Path | None = None) -> Start:
+def prepare(
+    plan: Plan, users: Sequence[str], environment: Mapping[str, str], rank: int = 0, state: Path | None = None
+) -> Start:
     """Write the LMCache file, make the tier's directory, merge the arguments.
 
     Raises:
@@ -48,7 +49,10 @@ def prepare(plan: Plan, users: Sequence[str], environment: Mapping[str, str], ra
         if theirs is None or theirs == value:
             continue
         if name == "PYTHONHASHSEED" and theirs.isdigit():
-            conflicts.append(f"{name}={theirs} of your environment is kept: it names other blocks than {name}={value}, and is as fixed")
+            conflicts.append(
+                f"{name}={theirs} of your environment is kept: it names other blocks than {name}={value}, and "
+                "is as fixed"
+            )
             del env[name]
         elif name in _YOURS:
             conflicts.append(f"{name}={theirs} of your environment is kept instead of the plan's {value}")
@@ -69,8 +73,9 @@ def executable(plan: Plan) -> list[str]:
 
 def state_folder(environment: Mapping[str, str]) -> Path:
     """Where launch keeps the files it writes: XDG's state folder."""
-    base = environment.get("XDG_STATE_HOME") or os.path.join(environment.get("HOME", "/"), ".local", "state")
-    return Path(base) / "kvtier"
+    given = environment.get("XDG_STATE_HOME")
+    base = Path(given) if given else Path(environment.get("HOME", "/")) / ".local" / "state"
+    return base / "kvtier"
 
 
 def _write(folder: Path, text: str) -> Path:
@@ -80,7 +85,9 @@ def _write(folder: Path, text: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(text)
     except OSError as error:
-        raise ConfigError("XDG_STATE_HOME", f"{folder} ({error.strerror})", "a writable folder", "Set XDG_STATE_HOME to one.") from error
+        raise ConfigError(
+            "XDG_STATE_HOME", f"{folder} ({error.strerror})", "a writable folder", "Set XDG_STATE_HOME to one."
+        ) from error
     return path
 
 
@@ -89,5 +96,9 @@ def _make(part: Host) -> None:
     try:
         Path(part.nvme).mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise ConfigError("--nvme", f"{part.nvme} ({error.strerror})", "a directory that can be made and written",
-                          "Mount the disk, or name another directory.") from error
+        raise ConfigError(
+            "--nvme",
+            f"{part.nvme} ({error.strerror})",
+            "a directory that can be made and written",
+            "Mount the disk, or name another directory.",
+        ) from error

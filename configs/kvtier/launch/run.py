@@ -24,8 +24,17 @@ def run(command: Sequence[str], env: Mapping[str, str], on_line: Callable[[str],
     def die_with_parent() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
-    process = subprocess.Popen(command, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                               bufsize=1, start_new_session=True, preexec_fn=die_with_parent)
+    process = subprocess.Popen(
+        command,
+        env=dict(env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        bufsize=1,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         process.send_signal(number)

@@ -1,4 +1,5 @@
-"""Leaked /dev/shm/vllm_offload_*.mmap: after a SIGTERM vLLM leaves them, and with host IPC they eat the next start's space."""
+"""Leaked /dev/shm/vllm_offload_*.mmap: after a SIGTERM vLLM leaves them, and with host IPC they eat the next start's
+space."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import msgspec
 
 _PATTERN = "vllm_offload_*.mmap"
 _YOUNG_S = 120.0
-"""A file may be made by an engine of another container, whose processes cannot be seen from here; its ranks open it within 30 s."""
+"""A file may be made by an engine of another container, whose processes cannot be seen from here; its ranks open it
+within 30 s."""
 
 
 class Leak(msgspec.Struct, frozen=True):

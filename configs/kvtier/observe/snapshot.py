@@ -71,7 +71,9 @@ def take(metrics: Metrics) -> Snapshot:
     """Read a scrape."""
     value = metrics.value
     info = next(iter(metrics.samples("vllm:cache_config_info")), ({}, 0.0))[0]
-    tiers = [labels["tier"] for labels, _ in metrics.samples("vllm:kv_offload_tiering_write_bytes_total") if "tier" in labels]
+    tiers = [
+        labels["tier"] for labels, _ in metrics.samples("vllm:kv_offload_tiering_write_bytes_total") if "tier" in labels
+    ]
     stored = value("vllm:kv_offload_store_bytes_total") or _old_bytes(metrics, "GPU_to_CPU")
     loaded = value("vllm:kv_offload_load_bytes_total") or _old_bytes(metrics, "CPU_to_GPU")
     plugin = metrics.get("kvtier_quota_bytes") is not None or metrics.get("kvtier_degraded") is not None
@@ -83,9 +85,14 @@ def take(metrics: Metrics) -> Snapshot:
         waiting=_waiting(metrics),
         pool_usage=value("vllm:kv_cache_usage_perc"),
         tokens={source: int(value("vllm:prompt_tokens_by_source_total", source=source)) for source in _SOURCES},
-        cached={source: int(value("vllm:prompt_tokens_cached_by_source_total", source=source)) for source in _CACHED_SOURCES},
+        cached={
+            source: int(value("vllm:prompt_tokens_cached_by_source_total", source=source)) for source in _CACHED_SOURCES
+        },
         prefix=(int(value("vllm:prefix_cache_hits_total")), int(value("vllm:prefix_cache_queries_total"))),
-        external=(int(value("vllm:external_prefix_cache_hits_total")), int(value("vllm:external_prefix_cache_queries_total"))),
+        external=(
+            int(value("vllm:external_prefix_cache_hits_total")),
+            int(value("vllm:external_prefix_cache_queries_total")),
+        ),
         preemptions=int(value("vllm:num_preemptions_total")),
         queue_s=(value("vllm:request_queue_time_seconds_sum"), int(value("vllm:request_queue_time_seconds_count"))),
         ttft_s=(value("vllm:time_to_first_token_seconds_sum"), int(value("vllm:time_to_first_token_seconds_count"))),
@@ -94,16 +101,21 @@ def take(metrics: Metrics) -> Snapshot:
         loaded_bytes=int(loaded + plugin_read),
         store_s=value("vllm:kv_offload_store_time_total"),
         load_s=value("vllm:kv_offload_load_time_total"),
-        disk_written_bytes=int(sum(value("vllm:kv_offload_tiering_write_bytes_total", tier=tier) for tier in set(tiers)) + plugin_written),
+        disk_written_bytes=int(
+            sum(value("vllm:kv_offload_tiering_write_bytes_total", tier=tier) for tier in set(tiers)) + plugin_written
+        ),
         disk_read_bytes=int(value("vllm:kv_offload_tiering_read_bytes_total") + plugin_read),
         drafted=int(value("vllm:spec_decode_num_draft_tokens_total")),
         accepted=int(value("vllm:spec_decode_num_accepted_tokens_total")),
-        native=metrics.get("vllm:kv_offload_cpu_cache_usage_perc") is not None or metrics.get("vllm:kv_offload_store_bytes_total") is not None,
+        native=metrics.get("vllm:kv_offload_cpu_cache_usage_perc") is not None
+        or metrics.get("vllm:kv_offload_store_bytes_total") is not None,
         plugin=plugin,
         degraded=bool(value("kvtier_degraded")),
         used_bytes=_whole(_largest(metrics, "kvtier_used_bytes")),
         quota_bytes=_whole(_largest(metrics, "kvtier_quota_bytes")),
-        load_failures=int(value("kvtier_chunks_load_failed_total") + value("vllm:kv_offload_tiering_promotion_job_failures_total")),
+        load_failures=int(
+            value("kvtier_chunks_load_failed_total") + value("vllm:kv_offload_tiering_promotion_job_failures_total")
+        ),
     )
 
 
@@ -123,12 +135,20 @@ def metrics_of(url: str, client: httpx.Client | None = None) -> Metrics:
         answer = client.get(where) if client else httpx.get(where, timeout=_TIMEOUT_S, trust_env=False)
         answer.raise_for_status()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError("--url", f"{url} ({error})", "the root of a running vLLM, such as http://127.0.0.1:8000",
-                          "Start the engine, or give its address.") from error
+        raise ConfigError(
+            "--url",
+            f"{url} ({error})",
+            "the root of a running vLLM, such as http://127.0.0.1:8000",
+            "Start the engine, or give its address.",
+        ) from error
     found = Metrics(answer.text)
     if found.get("vllm:kv_cache_usage_perc") is None:
-        raise ConfigError("--url", f"{url} without vLLM's metrics", "the root of a running vLLM",
-                          "Give the engine's own address, not the proxy's.")
+        raise ConfigError(
+            "--url",
+            f"{url} without vLLM's metrics",
+            "the root of a running vLLM",
+            "Give the engine's own address, not the proxy's.",
+        )
     return found
 
 
@@ -142,7 +162,9 @@ def _figures(info: dict[str, str], metrics: Metrics) -> EngineFigures:
     if not pool:  # before 0.28 only blocks are told; on models of several groups that is an upper bound
         pool = (_number(info.get("num_gpu_blocks")) or 0) * (_number(info.get("block_size")) or 0) or None
     return EngineFigures(
-        source="/metrics", pool_tokens=int(pool) if pool else None, max_concurrency=concurrency,
+        source="/metrics",
+        pool_tokens=int(pool) if pool else None,
+        max_concurrency=concurrency,
         context=round(pool / concurrency) if pool and concurrency else None,
         gpu_memory_utilization=_number(info.get("gpu_memory_utilization")),
         preemptions=int(metrics.value("vllm:num_preemptions_total")),

@@ -66,11 +66,17 @@ def from_log(path: Path) -> EngineFigures:
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
-        raise ConfigError("--log", f"{path} ({error.strerror})", "a readable file", "Give vLLM's start-up log.") from error
+        raise ConfigError(
+            "--log", f"{path} ({error.strerror})", "a readable file", "Give vLLM's start-up log."
+        ) from error
     figures = from_log_text(text, str(path))
     if figures.pool_tokens is None:
-        raise ConfigError("--log", f"{path} without a 'KV cache size' line", "vLLM's start-up log",
-                          "Take the log from the start of the engine, at level INFO.")
+        raise ConfigError(
+            "--log",
+            f"{path} without a 'KV cache size' line",
+            "vLLM's start-up log",
+            "Take the log from the start of the engine, at level INFO.",
+        )
     return figures
 
 
@@ -91,28 +97,61 @@ def from_log_text(text: str, source: str) -> EngineFigures:
 
 
 def advise(figures: EngineFigures, facts: Facts, typical_tokens: int | None = None) -> list[Advice]:
-    """Which of the three flags that shape the pool are honest for the figures; a flag is left out where the figures do not tell."""
+    """Which of the three flags that shape the pool are honest for the figures; a flag is left out where the figures
+    do not tell."""
     wanted: list[tuple[str, Any, Any, str]] = []
     device = main_devices(facts.devices)[0] if facts.devices else None
     size = device.memory_bytes if device else None
     if facts.memory is Memory.DISCRETE and size:
         share = min(int((size - _LEFT_FREE) * 100 / size) / 100, _UTILIZATION_MOST)
-        wanted.append(("--gpu-memory-utilization", figures.gpu_memory_utilization, share,
-                       f"a reservation at start, not a dial: all but {gib(_LEFT_FREE)} of the device's {gib(size)}"))
+        wanted.append(
+            (
+                "--gpu-memory-utilization",
+                figures.gpu_memory_utilization,
+                share,
+                f"a reservation at start, not a dial: all but {gib(_LEFT_FREE)} of the device's {gib(size)}",
+            )
+        )
     if figures.pool_tokens:
         seats = seats_for(figures.pool_tokens, figures.context, typical_tokens)
         usual = typical_tokens or (figures.context or figures.pool_tokens) // _TYPICAL_SHARE
-        wanted.append(("--max-num-seqs", figures.max_num_seqs, seats,
-                       f"a pool of {count(figures.pool_tokens)} tokens holds {seats} requests of {count(usual)}; more seats "
-                       "only preempt each other, and a preempted prompt is prefilled again"))
+        wanted.append(
+            (
+                "--max-num-seqs",
+                figures.max_num_seqs,
+                seats,
+                f"a pool of {count(figures.pool_tokens)} tokens holds {seats} requests of {count(usual)}; more seats "
+                "only preempt each other, and a preempted prompt is prefilled again",
+            )
+        )
         if seats <= _FEW_SEATS and size and size >= _LARGE_DEVICE:
-            wanted.append(("--max-num-batched-tokens", figures.max_num_batched_tokens, _LARGE_STEP,
-                           "few seats leave room in a step: larger prefill steps, at the cost of some activation memory"))
+            wanted.append(
+                (
+                    "--max-num-batched-tokens",
+                    figures.max_num_batched_tokens,
+                    _LARGE_STEP,
+                    "few seats leave room in a step: larger prefill steps, at the cost of some activation memory",
+                )
+            )
         elif seats > _FEW_SEATS:
-            wanted.append(("--max-num-batched-tokens", figures.max_num_batched_tokens, _SMALL_STEP,
-                           "many seats: a larger prefill step would hold up their decoding"))
-    return [Advice(flag=flag, found="not said" if found is None else str(found), honest=str(honest), right=found == honest, why=why)
-            for flag, found, honest, why in wanted]
+            wanted.append(
+                (
+                    "--max-num-batched-tokens",
+                    figures.max_num_batched_tokens,
+                    _SMALL_STEP,
+                    "many seats: a larger prefill step would hold up their decoding",
+                )
+            )
+    return [
+        Advice(
+            flag=flag,
+            found="not said" if found is None else str(found),
+            honest=str(honest),
+            right=found == honest,
+            why=why,
+        )
+        for flag, found, honest, why in wanted
+    ]
 
 
 def seats_for(pool_tokens: int, context: int | None, typical_tokens: int | None) -> int:
@@ -134,8 +173,10 @@ def remarks(figures: EngineFigures) -> list[str]:
     if figures.max_concurrency is not None and figures.max_concurrency < 1:
         said.append("one full context does not fit: requests that long are refused or preempted for ever")
     if figures.preemptions is not None and figures.preemptions > _PREEMPTIONS_BAD:
-        said.append(f"{count(figures.preemptions)} preemptions: the working set is larger than the pool; a tier extends the "
-                    "cache, not the working set: fewer seats first")
+        said.append(
+            f"{count(figures.preemptions)} preemptions: the working set is larger than the pool; a tier extends the "
+            "cache, not the working set: fewer seats first"
+        )
     if figures.waiting_for_capacity:
         said.append(f"{figures.waiting_for_capacity} requests wait for capacity: the pool is full")
     return said
@@ -153,10 +194,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    found = None
-    for found in pattern.finditer(text):
-        pass
-    return found
+    return next(reversed(list(pattern.finditer(text))), None)
 
 
 def _int(text: str) -> int:

@@ -7,12 +7,21 @@ from typing import Any
 
 import msgspec
 
-from kvtier.facts import Facts, Memory, Vendor
 from kvtier.detect.memory import main_devices
+from kvtier.facts import Facts, Memory, Vendor
 from kvtier.geometry.checkpoint import Checkpoint
 from kvtier.geometry.kv import Geometry
 from kvtier.plan.result import (
-    Alternative, Decision, Effect, Estimate, NodePlan, Patch, Plan, Reason, Step, Tier,
+    Alternative,
+    Decision,
+    Effect,
+    Estimate,
+    NodePlan,
+    Patch,
+    Plan,
+    Reason,
+    Step,
+    Tier,
 )
 from kvtier.plan.wishes import DEFAULT_TARGET, Wishes
 from kvtier.units import version_tuple
@@ -126,14 +135,29 @@ class Draft(msgspec.Struct, kw_only=True):
         refused = self.decision is Decision.REFUSED
         args = [] if refused else [*self.args, *transfer_arguments(self.connector)]
         return Plan(
-            decision=self.decision, model=self.checkpoint.name, box=self.facts.label, memory=self.memory.value,
-            vendor=self.vendor.value if self.vendor else None, world_size=self.world_size,
-            target_vllm=self.target, reasons=self.reasons, vllm_args=args, env={} if refused else self.env,
-            command=[] if refused else self.command, lmcache_config=None if refused else self.lmcache, kv_bytes_per_token=self.geometry.bytes_per_token,
-            draft_kv_bytes_per_token=self.draft_bytes, kv_formula=self.geometry.formula, hybrid=self.geometry.hybrid,
-            max_model_len=self.context, tiers=[] if refused else self.tiers,
-            estimates=[] if refused else self.estimates, steps=self.steps, patches=self.patches,
-            alternatives=self.alternatives, nodes=[] if refused else self.nodes,
+            decision=self.decision,
+            model=self.checkpoint.name,
+            box=self.facts.label,
+            memory=self.memory.value,
+            vendor=self.vendor.value if self.vendor else None,
+            world_size=self.world_size,
+            target_vllm=self.target,
+            reasons=self.reasons,
+            vllm_args=args,
+            env={} if refused else self.env,
+            command=[] if refused else self.command,
+            lmcache_config=None if refused else self.lmcache,
+            kv_bytes_per_token=self.geometry.bytes_per_token,
+            draft_kv_bytes_per_token=self.draft_bytes,
+            kv_formula=self.geometry.formula,
+            hybrid=self.geometry.hybrid,
+            max_model_len=self.context,
+            tiers=[] if refused else self.tiers,
+            estimates=[] if refused else self.estimates,
+            steps=self.steps,
+            patches=self.patches,
+            alternatives=self.alternatives,
+            nodes=[] if refused else self.nodes,
         )
 
 

@@ -27,15 +27,30 @@ def nvme(draft: Draft) -> None:
     staging = staging_bytes(draft)
     draft.decision = Decision.LMCACHE_NVME
     draft.lmcache = config(draft, place.path, place.size, staging)
-    draft.connector = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    draft.connector = {
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
     draft.env |= {"LMCACHE_CONFIG_FILE": draft.wishes.lmcache_file, "PYTHONHASHSEED": "0"}
-    draft.say("lmcache-disk-only", Effect.CHOSE, f"this project's tier: {gib(place.size)} under {place.path}, local_cpu false, "
-              f"max_local_cpu_size 0, and {gib(staging)} of staging a rank as the only host memory. The quota is enforced by the "
-              "backend, and a restart finds the chunks.")
-    draft.say("recompute-on-failed-load", Effect.CHANGED, "kv_load_failure_policy: recompute, because the default, fail, ends "
-              "a request whose KV could not be loaded.")
-    draft.say("hash-seed", Effect.CHANGED, "PYTHONHASHSEED=0 and sha256_cbor: chunk keys are equal after a restart and on "
-              "every rank.")
+    draft.say(
+        "lmcache-disk-only",
+        Effect.CHOSE,
+        f"this project's tier: {gib(place.size)} under {place.path}, local_cpu false, "
+        f"max_local_cpu_size 0, and {gib(staging)} of staging a rank as the only host memory. The quota is "
+        "enforced by the "
+        "backend, and a restart finds the chunks.",
+    )
+    draft.say(
+        "recompute-on-failed-load",
+        Effect.CHANGED,
+        "kv_load_failure_policy: recompute, because the default, fail, ends a request whose KV could not be loaded.",
+    )
+    draft.say(
+        "hash-seed",
+        Effect.CHANGED,
+        "PYTHONHASHSEED=0 and sha256_cbor: chunk keys are equal after a restart and on every rank.",
+    )
     _remarks(draft)
     if not draft.serving_nodes:
         draft.add_tier("nvme", place.size, place.path)
@@ -70,31 +85,56 @@ def staging_bytes(draft: Draft) -> int:
     if needed <= DEFAULT_STAGING:
         return DEFAULT_STAGING
     size = -(-needed // (64 * MIB)) * 64 * MIB
-    draft.say("staging-for-large-chunks", Effect.CHANGED, f"nvme.staging_mib {size // MIB}: a chunk of {CHUNK_TOKENS} tokens is "
-              f"{chunk / MIB:.0f} MiB a rank here, and the ring should hold {_LEAST_CHUNKS_STAGED}.")
+    draft.say(
+        "staging-for-large-chunks",
+        Effect.CHANGED,
+        f"nvme.staging_mib {size // MIB}: a chunk of {CHUNK_TOKENS} tokens is "
+        f"{chunk / MIB:.0f} MiB a rank here, and the ring should hold {_LEAST_CHUNKS_STAGED}.",
+    )
     return size
 
 
 def _refuse_lora(draft: Draft) -> None:
     if draft.wishes.lora:
-        raise draft.refuse("lora-with-lmcache", "LMCache leaves the adapter out of its keys, so two adapters would share KV. "
-                           "Serve the adapters merged, or without this tier.")
+        raise draft.refuse(
+            "lora-with-lmcache",
+            "LMCache leaves the adapter out of its keys, so two adapters would share KV. "
+            "Serve the adapters merged, or without this tier.",
+        )
 
 
 def _remarks(draft: Draft) -> None:
     installed = draft.facts.versions.lmcache
     if installed and installed not in _TESTED_LMCACHE:
-        draft.say("lmcache-version", Effect.WARNED, f"LMCache {installed} is not one of {', '.join(_TESTED_LMCACHE)}, which the "
-                  "backend is tested against; it refuses code that it does not know.")
+        draft.say(
+            "lmcache-version",
+            Effect.WARNED,
+            f"LMCache {installed} is not one of {', '.join(_TESTED_LMCACHE)}, which the "
+            "backend is tested against; it refuses code that it does not know.",
+        )
     if draft.vendor is Vendor.AMD:
-        draft.say("lmcache-rocm", Effect.WARNED, "LMCache's wheels are built for CUDA: on ROCm it has to be built from source, "
-                  "and this project has not run it there.")
+        draft.say(
+            "lmcache-rocm",
+            Effect.WARNED,
+            "LMCache's wheels are built for CUDA: on ROCm it has to be built from source, "
+            "and this project has not run it there.",
+        )
     if draft.geometry.windowed:
-        draft.say("sliding-window-as-full", Effect.WARNED, "LMCache's in-process connector needs one sort of KV layer: vLLM keeps "
-                  f"the {draft.geometry.layers.window} sliding layers in full for it, so the pool holds fewer tokens.")
+        draft.say(
+            "sliding-window-as-full",
+            Effect.WARNED,
+            "LMCache's in-process connector needs one sort of KV layer: vLLM keeps "
+            f"the {draft.geometry.layers.window} sliding layers in full for it, so the pool holds fewer tokens.",
+        )
     if draft.wishes.pp > 1:
-        draft.say("pipeline-parallel", Effect.WARNED, "each pipeline stage keeps its own layers' chunks; this project has not "
-                  "run that combination.")
+        draft.say(
+            "pipeline-parallel",
+            Effect.WARNED,
+            "each pipeline stage keeps its own layers' chunks; this project has not run that combination.",
+        )
     if draft.memory is Memory.CPU:
-        draft.say("cpu-connector", Effect.NOTED, "LMCache has no connector for vLLM on a CPU; this project's one is armed by "
-                  "its vLLM plugin.")
+        draft.say(
+            "cpu-connector",
+            Effect.NOTED,
+            "LMCache has no connector for vLLM on a CPU; this project's one is armed by its vLLM plugin.",
+        )

@@ -23,11 +23,18 @@ def ram(draft: Draft) -> None:
     """Host RAM behind a discrete device: the two flags that vLLM has for it."""
     size = memory.ram_tier(draft, tiering=False)
     draft.decision = Decision.NATIVE_RAM
-    draft.say("discrete-native-ram", Effect.CHOSE, f"the device has memory of its own, so host RAM is a tier: {gib(size)}, "
-              "over all ranks, written through as blocks are computed.")
+    draft.say(
+        "discrete-native-ram",
+        Effect.CHOSE,
+        f"the device has memory of its own, so host RAM is a tier: {gib(size)}, "
+        "over all ranks, written through as blocks are computed.",
+    )
     draft.args += ["--kv-offloading-size", str(size // GIB), "--kv-offloading-backend", "native"]
-    draft.say("one-size-flag", Effect.NOTED, "--kv-offloading-size overwrites the connector of any --kv-transfer-config, so "
-              "only the one is emitted here.")
+    draft.say(
+        "one-size-flag",
+        Effect.NOTED,
+        "--kv-offloading-size overwrites the connector of any --kv-transfer-config, so only the one is emitted here.",
+    )
     _groups_note(draft)
     _seed(draft)
     draft.add_tier("ram", size)
@@ -36,8 +43,11 @@ def ram(draft: Draft) -> None:
 def ram_and_nvme(draft: Draft) -> None:
     """Host RAM, and behind it files: the tiering spec with an fs tier."""
     if not draft.target_at_least(*_FIRST_TIERING):
-        raise draft.refuse("tiering-needs-newer-vllm", f"vLLM {draft.target} has no tiering spec: RAM and NVMe together "
-                           f"need {'.'.join(map(str, _FIRST_TIERING))}. Leave --nvme out for the RAM tier alone.")
+        raise draft.refuse(
+            "tiering-needs-newer-vllm",
+            f"vLLM {draft.target} has no tiering spec: RAM and NVMe together "
+            f"need {'.'.join(map(str, _FIRST_TIERING))}. Leave --nvme out for the RAM tier alone.",
+        )
     size = memory.ram_tier(draft, tiering=True)
     place = disk.choose(draft)
     disk.cap(draft, place)
@@ -46,18 +56,35 @@ def ram_and_nvme(draft: Draft) -> None:
     if _mixed_groups(draft):
         if draft.target_at_least(*_FIRST_BLOCKS_PER_CHUNK):
             extra["blocks_per_chunk"] = 1
-            draft.say("blocks-per-chunk", Effect.CHANGED, "blocks_per_chunk: 1, because layers of several sorts have blocks "
-                      "of several sizes, and block_size asserts on those.")
+            draft.say(
+                "blocks-per-chunk",
+                Effect.CHANGED,
+                "blocks_per_chunk: 1, because layers of several sorts have blocks "
+                "of several sizes, and block_size asserts on those.",
+            )
         else:
-            draft.say("blocks-per-chunk", Effect.NOTED, f"neither block_size nor blocks_per_chunk: vLLM {draft.target} lacks "
-                      "the latter, and the former asserts on layers of several sorts.")
+            draft.say(
+                "blocks-per-chunk",
+                Effect.NOTED,
+                f"neither block_size nor blocks_per_chunk: vLLM {draft.target} lacks "
+                "the latter, and the former asserts on layers of several sorts.",
+            )
     extra["secondary_tiers"] = [
-        {"type": "fs", "root_dir": place.path, "n_read_threads": threads, "n_write_threads": threads}]
+        {"type": "fs", "root_dir": place.path, "n_read_threads": threads, "n_write_threads": threads}
+    ]
     draft.decision = Decision.NATIVE_RAM_NVME
-    draft.say("discrete-native-ram-nvme", Effect.CHOSE, f"RAM of {gib(size)} takes what is computed and passes it on to files "
-              f"under {place.path}; a restart finds the files.")
-    draft.say("fs-threads", Effect.CHANGED, f"{threads} + {threads} I/O threads: one a physical core, at least "
-              f"{_FS_THREADS_LEAST}, at most {_FS_THREADS_MOST}.")
+    draft.say(
+        "discrete-native-ram-nvme",
+        Effect.CHOSE,
+        f"RAM of {gib(size)} takes what is computed and passes it on to files "
+        f"under {place.path}; a restart finds the files.",
+    )
+    draft.say(
+        "fs-threads",
+        Effect.CHANGED,
+        f"{threads} + {threads} I/O threads: one a physical core, at least "
+        f"{_FS_THREADS_LEAST}, at most {_FS_THREADS_MOST}.",
+    )
     draft.connector = _connector("OffloadingConnector", extra)
     _seed(draft)
     _recompute(draft)
@@ -70,19 +97,31 @@ def disk_only(draft: Draft) -> None:
     place = disk.choose(draft)
     slots = _DISK_BUFFER_SLOTS
     draft.decision = Decision.NATIVE_NVME
-    draft.connector = _connector("SimpleCPUOffloadConnector", {
-        "kv_offload_backend": "disk",
-        "disk_path": f"{place.path}/vllm-offload",
-        "disk_capacity_bytes": place.size // draft.world_size,
-        "disk_buffer_slots": slots,
-    })
-    draft.say("unified-hybrid-native-nvme", Effect.CHOSE, "a hybrid model on unified memory: LMCache's in-process connector "
-              "cannot run it, a RAM tier is refused, so vLLM's disk connector holds the KV. It keeps a quota and nothing over "
-              "a restart.")
+    draft.connector = _connector(
+        "SimpleCPUOffloadConnector",
+        {
+            "kv_offload_backend": "disk",
+            "disk_path": f"{place.path}/vllm-offload",
+            "disk_capacity_bytes": place.size // draft.world_size,
+            "disk_buffer_slots": slots,
+        },
+    )
+    draft.say(
+        "unified-hybrid-native-nvme",
+        Effect.CHOSE,
+        "a hybrid model on unified memory: LMCache's in-process connector "
+        "cannot run it, a RAM tier is refused, so vLLM's disk connector holds the KV. It keeps a quota and "
+        "nothing over "
+        "a restart.",
+    )
     _seed(draft)
     _recompute(draft)
-    draft.say("disk-capacity-per-rank", Effect.NOTED, f"disk_capacity_bytes is a rank's: {gib(place.size)} over "
-              f"{draft.world_size} rank(s); {slots} pinned blocks in each direction are its only host memory.")
+    draft.say(
+        "disk-capacity-per-rank",
+        Effect.NOTED,
+        f"disk_capacity_bytes is a rank's: {gib(place.size)} over "
+        f"{draft.world_size} rank(s); {slots} pinned blocks in each direction are its only host memory.",
+    )
     draft.add_tier("nvme", place.size, place.path)
 
 
@@ -92,8 +131,12 @@ def has_disk_connector(draft: Draft) -> bool:
 
 
 def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
-    return {"kv_connector": name, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra}
+    return {
+        "kv_connector": name,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def _mixed_groups(draft: Draft) -> bool:
@@ -103,16 +146,27 @@ def _mixed_groups(draft: Draft) -> bool:
 
 def _groups_note(draft: Draft) -> None:
     if _mixed_groups(draft):
-        draft.say("blocks-per-chunk", Effect.NOTED, "layers of several sorts: the size flag leaves chunks at one block each, "
-                  "which is what they need; block_size would assert.")
+        draft.say(
+            "blocks-per-chunk",
+            Effect.NOTED,
+            "layers of several sorts: the size flag leaves chunks at one block each, "
+            "which is what they need; block_size would assert.",
+        )
 
 
 def _seed(draft: Draft) -> None:
     draft.env["PYTHONHASHSEED"] = "0"
-    draft.say("hash-seed", Effect.CHANGED, "PYTHONHASHSEED=0: blocks are named by hashes, and up to 0.28 (and with xxhash in "
-              "every release) a random seed gives every process its own names, so that a restart finds no file.")
+    draft.say(
+        "hash-seed",
+        Effect.CHANGED,
+        "PYTHONHASHSEED=0: blocks are named by hashes, and up to 0.28 (and with xxhash in "
+        "every release) a random seed gives every process its own names, so that a restart finds no file.",
+    )
 
 
 def _recompute(draft: Draft) -> None:
-    draft.say("recompute-on-failed-load", Effect.CHANGED, "kv_load_failure_policy: recompute, because the default, fail, ends "
-              "a request whose KV could not be loaded.")
+    draft.say(
+        "recompute-on-failed-load",
+        Effect.CHANGED,
+        "kv_load_failure_policy: recompute, because the default, fail, ends a request whose KV could not be loaded.",
+    )

@@ -26,34 +26,56 @@ def arguments(draft: Draft) -> None:
     if method is None:
         return
     if method == "mtp" and draft.geometry.draft_layers == 0:
-        raise ConfigError("--spec", "'mtp'", "a method that the model has layers for",
-                          f"{draft.checkpoint.name} brings no MTP layers: leave --spec out.")
+        raise ConfigError(
+            "--spec",
+            "'mtp'",
+            "a method that the model has layers for",
+            f"{draft.checkpoint.name} brings no MTP layers: leave --spec out.",
+        )
     if method == "mtp":
         value = json.dumps({"method": "mtp", "num_speculative_tokens": draft.wishes.spec_tokens}, separators=(",", ":"))
         draft.args += ["--speculative-config", value]
-        draft.say("draft-layers-keep-kv", Effect.NOTED, f"{draft.geometry.draft_layers} MTP layer(s) keep "
-                  f"{draft.draft_bytes:,} B a token beside the model's {draft.geometry.bytes_per_token:,}; tiers are counted "
-                  "with both.")
+        draft.say(
+            "draft-layers-keep-kv",
+            Effect.NOTED,
+            f"{draft.geometry.draft_layers} MTP layer(s) keep "
+            f"{draft.draft_bytes:,} B a token beside the model's {draft.geometry.bytes_per_token:,}; tiers are counted "
+            "with both.",
+        )
         return
-    draft.say("speculative-config-is-yours", Effect.NOTED, f"--spec {method} is planned for; give --speculative-config with your "
-              "draft model after `--`.")
+    draft.say(
+        "speculative-config-is-yours",
+        Effect.NOTED,
+        f"--spec {method} is planned for; give --speculative-config with your draft model after `--`.",
+    )
 
 
 def patches(draft: Draft) -> None:
     """What a native tier behind a hybrid model with drafted tokens needs on the target release."""
-    if (draft.wishes.spec not in _DRAFTED or not draft.geometry.hybrid
-            or draft.decision not in (Decision.NATIVE_RAM, Decision.NATIVE_RAM_NVME)):
+    if (
+        draft.wishes.spec not in _DRAFTED
+        or not draft.geometry.hybrid
+        or draft.decision not in (Decision.NATIVE_RAM, Decision.NATIVE_RAM_NVME)
+    ):
         return
     if not _AFFECTED[0] <= version_tuple(draft.target) < _AFFECTED[1]:
-        draft.say("spec-decode-on-hybrid", Effect.NOTED, f"vLLM {draft.target} is not one of the releases (0.24 to 0.29) that store "
-                  "and never serve with drafted tokens on a hybrid model.")
+        draft.say(
+            "spec-decode-on-hybrid",
+            Effect.NOTED,
+            f"vLLM {draft.target} is not one of the releases (0.24 to 0.29) that store "
+            "and never serve with drafted tokens on a hybrid model.",
+        )
         return
     draft.patches = [Patch(name=name, fixes=fixes, state=_state(draft, name)) for name, fixes in _FIXES.items()]
     states = ", ".join(f"{patch.name}: {patch.state}" for patch in draft.patches)
     applied = all(patch.state in APPLIED for patch in draft.patches)
-    draft.say("spec-decode-on-hybrid", Effect.NOTED if applied else Effect.WARNED,
-              f"vLLM {draft.target} with {draft.wishes.spec} on a hybrid model stores and never serves without the patches {states}."
-              + ("" if applied else " Apply them with `kvpatches apply` or `kvtier launch --apply-patches`, or take 0.30."))
+    draft.say(
+        "spec-decode-on-hybrid",
+        Effect.NOTED if applied else Effect.WARNED,
+        f"vLLM {draft.target} with {draft.wishes.spec} on a hybrid model stores and never serves without the "
+        f"patches {states}."
+        + ("" if applied else " Apply them with `kvpatches apply` or `kvtier launch --apply-patches`, or take 0.30."),
+    )
 
 
 def _state(draft: Draft, name: str) -> str:

@@ -75,8 +75,9 @@ def speculation(text: str | None) -> tuple[str | None, int]:
         return None, 1
     method, _, tokens = text.partition(":")
     if method not in SPECULATIVE:
-        raise ConfigError("--spec", repr(text), ", ".join(SPECULATIVE) + ", each with :TOKENS if wanted",
-                          "Such as --spec mtp:4.")
+        raise ConfigError(
+            "--spec", repr(text), ", ".join(SPECULATIVE) + ", each with :TOKENS if wanted", "Such as --spec mtp:4."
+        )
     return method, number("--spec", tokens or "1") or 1
 
 
@@ -89,7 +90,11 @@ def nodes(text: str | None) -> tuple[Node, ...]:
         name, equals, rest = part.strip().rpartition("=")
         address, _, interface = rest.partition("@")
         if not address or address.isdigit():
-            raise ConfigError("--nodes", repr(text), "a list such as spark-0=192.168.100.1@eth1,spark-1=192.168.100.2",
-                              "Name each host's address; the first is rank 0.")
+            raise ConfigError(
+                "--nodes",
+                repr(text),
+                "a list such as spark-0=192.168.100.1@eth1,spark-1=192.168.100.2",
+                "Name each host's address; the first is rank 0.",
+            )
         found.append(Node(name=name if equals else f"node-{index}", address=address, interface=interface or None))
     return tuple(found)

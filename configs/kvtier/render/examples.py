@@ -13,7 +13,14 @@ from kvtier.plan.result import Plan
 from kvtier.plan.wishes import Wishes
 from kvtier.render.formats import FORMATS, render
 
-_SUFFIX = {"args": "sh", "yaml": "lmcache.yaml", "env": "env", "compose": "compose.yaml", "systemd": "service", "k8s": "k8s.yaml"}
+_SUFFIX = {
+    "args": "sh",
+    "yaml": "lmcache.yaml",
+    "env": "env",
+    "compose": "compose.yaml",
+    "systemd": "service",
+    "k8s": "k8s.yaml",
+}
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,15 +35,35 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
 
 EXAMPLES = (
-    Example(name="dgx-spark-pair", facts="dgx-spark-pair", model="qwen3-gqa", shown_as="Qwen/Qwen3-32B",
-            wishes=Wishes(nvme="/mnt/kv-cache", nvme_gib=512, max_model_len=131072, kv_cache_dtype="fp8")),
-    Example(name="rtx-5090", facts="rtx-5090", model="qwen3_5-hybrid", shown_as="Qwen/Qwen3.8-27B-NVFP4",
-            wishes=Wishes(ram_gib=32, kv_cache_dtype="fp8")),
-    Example(name="arc-pro-b70", facts="arc-pro-b70", model="qwen3_5-hybrid-mtp", shown_as="Qwen/Qwen3.8-27B-GPTQ-Int4",
-            log="arc-pro-b70-before.log",
-            wishes=Wishes(ram_gib=16, nvme_gib=64, max_model_len=131072, kv_cache_dtype="fp8", spec="mtp", spec_tokens=4)),
-    Example(name="cpu-laptop", facts="cpu-only", model="llama-dense", shown_as="meta-llama/Llama-2-7b-hf",
-            wishes=Wishes(nvme="/var/lib/kv-cache", nvme_gib=32, max_model_len=8192)),
+    Example(
+        name="dgx-spark-pair",
+        facts="dgx-spark-pair",
+        model="qwen3-gqa",
+        shown_as="Qwen/Qwen3-32B",
+        wishes=Wishes(nvme="/mnt/kv-cache", nvme_gib=512, max_model_len=131072, kv_cache_dtype="fp8"),
+    ),
+    Example(
+        name="rtx-5090",
+        facts="rtx-5090",
+        model="qwen3_5-hybrid",
+        shown_as="Qwen/Qwen3.8-27B-NVFP4",
+        wishes=Wishes(ram_gib=32, kv_cache_dtype="fp8"),
+    ),
+    Example(
+        name="arc-pro-b70",
+        facts="arc-pro-b70",
+        model="qwen3_5-hybrid-mtp",
+        shown_as="Qwen/Qwen3.8-27B-GPTQ-Int4",
+        log="arc-pro-b70-before.log",
+        wishes=Wishes(ram_gib=16, nvme_gib=64, max_model_len=131072, kv_cache_dtype="fp8", spec="mtp", spec_tokens=4),
+    ),
+    Example(
+        name="cpu-laptop",
+        facts="cpu-only",
+        model="llama-dense",
+        shown_as="meta-llama/Llama-2-7b-hf",
+        wishes=Wishes(nvme="/var/lib/kv-cache", nvme_gib=32, max_model_len=8192),
+    ),
 )
 
 
@@ -46,7 +73,9 @@ def make(example: Example, fixtures: Path) -> Plan:
     if example.log:
         figures = from_log(fixtures / "logs" / example.log)
         wishes = msgspec.structs.replace(wishes, figures=msgspec.structs.replace(figures, source=example.log))
-    made = plan(facts_file.load(fixtures / "facts" / f"{example.facts}.json"), str(fixtures / "models" / example.model), wishes)
+    made = plan(
+        facts_file.load(fixtures / "facts" / f"{example.facts}.json"), str(fixtures / "models" / example.model), wishes
+    )
     command = [example.shown_as if word == made.model else word for word in made.command]
     return msgspec.structs.replace(made, model=example.shown_as, command=command)
 

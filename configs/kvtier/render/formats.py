@@ -51,11 +51,23 @@ def host(plan: Plan, rank: int = 0) -> Host:
     if not plan.nodes:
         if rank:
             raise ConfigError("--rank", str(rank), "0", "This plan is for one host.")
-        return Host(name="kvtier", args=plan.vllm_args, env=plan.env, lmcache=plan.lmcache_config, nvme=paths[0] if paths else None)
+        return Host(
+            name="kvtier",
+            args=plan.vllm_args,
+            env=plan.env,
+            lmcache=plan.lmcache_config,
+            nvme=paths[0] if paths else None,
+        )
     if not 0 <= rank < len(plan.nodes):
         raise ConfigError("--rank", str(rank), f"0 to {len(plan.nodes) - 1}", "Give a rank of the plan.")
     node = plan.nodes[rank]
-    return Host(name=node.name, args=node.vllm_args, env=node.env, lmcache=node.lmcache_config, nvme=paths[rank] if paths else None)
+    return Host(
+        name=node.name,
+        args=node.vllm_args,
+        env=node.env,
+        lmcache=node.lmcache_config,
+        nvme=paths[rank] if paths else None,
+    )
 
 
 def as_args(plan: Plan, host: Host) -> str:
@@ -108,15 +120,18 @@ def as_systemd(plan: Plan, host: Host) -> str:
     variables = "".join(f"Environment={_systemd_word(f'{name}={value}')}\n" for name, value in host.env.items())
     prepare = f"ExecStartPre=/usr/bin/mkdir -p {_systemd_word(host.nvme)}\n" if host.nvme else ""
     command = " ".join(_systemd_word(word) for word in ["/usr/bin/env", *plan.command, *host.args])
-    return (f"[Unit]\nDescription=vLLM, {plan.decision.value} behind the KV pool ({_systemd_escape(plan.model)})\n"
-            f"After=network-online.target\nWants=network-online.target\n{wants}\n"
-            f"[Service]\n{variables}{prepare}ExecStart={command}\n"
-            "LimitNOFILE=65536\nLimitMEMLOCK=infinity\nUMask=0077\nKillMode=mixed\nTimeoutStopSec=60\nRestart=on-failure\n\n"
-            "[Install]\nWantedBy=multi-user.target\n")
+    return (
+        f"[Unit]\nDescription=vLLM, {plan.decision.value} behind the KV pool ({_systemd_escape(plan.model)})\n"
+        f"After=network-online.target\nWants=network-online.target\n{wants}\n"
+        f"[Service]\n{variables}{prepare}ExecStart={command}\n"
+        "LimitNOFILE=65536\nLimitMEMLOCK=infinity\nUMask=0077\nKillMode=mixed\nTimeoutStopSec=60\nRestart=on-failure\n\n"
+        "[Install]\nWantedBy=multi-user.target\n"
+    )
 
 
 def as_k8s(plan: Plan, host: Host) -> str:
-    """A Kubernetes pod, with a ConfigMap before it where the plan uses LMCache. /dev/shm is a memory volume of the tier's size."""
+    """A Kubernetes pod, with a ConfigMap before it where the plan uses LMCache. /dev/shm is a memory volume of the
+    tier's size."""
     shm = next((tier.bytes for tier in plan.tiers if tier.name == "ram"), 0)
     limit = f"{shm // GIB + _SHM_SLACK_GIB}Gi"
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": limit}}]
@@ -132,12 +147,21 @@ def as_k8s(plan: Plan, host: Host) -> str:
     if host.lmcache is not None:
         path = host.env["LMCACHE_CONFIG_FILE"]
         folder, _, file = path.rpartition("/")
-        documents.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-lmcache"}, "data": {file: as_yaml(plan, host)}})
+        documents.append(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": f"{name}-lmcache"},
+                "data": {file: as_yaml(plan, host)},
+            }
+        )
         volumes.append({"name": "lmcache", "configMap": {"name": f"{name}-lmcache"}})
         mounts.append({"name": "lmcache", "mountPath": folder, "readOnly": True})
     container: dict[str, Any] = {
-        "name": "vllm", "image": _plain_image(plan),
-        "command": [_kubernetes(word) for word in plan.command], "args": [_kubernetes(word) for word in host.args],
+        "name": "vllm",
+        "image": _plain_image(plan),
+        "command": [_kubernetes(word) for word in plan.command],
+        "args": [_kubernetes(word) for word in host.args],
         "env": [{"name": key, "value": value} for key, value in host.env.items()],
         "ports": [{"containerPort": _PORT}],
         "readinessProbe": {"httpGet": {"path": "/health", "port": _PORT}, "periodSeconds": 5, "failureThreshold": 240},
@@ -153,7 +177,12 @@ def as_k8s(plan: Plan, host: Host) -> str:
 
 
 FORMATS: dict[str, Callable[[Plan, Host], str]] = {
-    "args": as_args, "yaml": as_yaml, "env": as_env, "compose": as_compose, "systemd": as_systemd, "k8s": as_k8s,
+    "args": as_args,
+    "yaml": as_yaml,
+    "env": as_env,
+    "compose": as_compose,
+    "systemd": as_systemd,
+    "k8s": as_k8s,
 }
 
 
@@ -161,8 +190,10 @@ class _Dumper(yaml.SafeDumper):
     """Texts of several lines as literal blocks, which a person can read."""
 
 
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar(
-    "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
 
 
 def _dump(document: Any) -> str:
@@ -180,15 +211,20 @@ def _image(plan: Plan) -> str:
 def _plain_image(plan: Plan) -> str:
     """As `_image`, for files without variables: a name that says what is missing."""
     image = _image(plan)
-    return image if not image.startswith("$") else "set-me/" + re.sub(r"[^a-z0-9.]+", "-", image.removeprefix("${VLLM_IMAGE:?an image with ").rstrip("}").lower())
+    return (
+        image
+        if not image.startswith("$")
+        else "set-me/"
+        + re.sub(r"[^a-z0-9.]+", "-", image.removeprefix("${VLLM_IMAGE:?an image with ").rstrip("}").lower())
+    )
 
 
 def _entry(plan: Plan) -> list[str]:
-    return plan.command[: -1] if plan.command[:2] == ["vllm", "serve"] else plan.command[:3]
+    return plan.command[:-1] if plan.command[:2] == ["vllm", "serve"] else plan.command[:3]
 
 
 def _inside(plan: Plan, host: Host) -> list[str]:
-    return [*plan.command[len(_entry(plan)):], *host.args]
+    return [*plan.command[len(_entry(plan)) :], *host.args]
 
 
 def _mounts(plan: Plan, host: Host) -> list[str]:
@@ -198,7 +234,13 @@ def _mounts(plan: Plan, host: Host) -> list[str]:
 
 def _devices_compose(plan: Plan) -> dict[str, Any]:
     if plan.vendor == "nvidia":
-        return {"deploy": {"resources": {"reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}}}}
+        return {
+            "deploy": {
+                "resources": {
+                    "reservations": {"devices": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}
+                }
+            }
+        }
     if plan.vendor == "amd":
         return {"devices": ["/dev/kfd", "/dev/dri"], "group_add": ["video", "render"]}
     return {"devices": ["/dev/dri"], "group_add": ["video", "render"]} if plan.vendor == "intel" else {}
@@ -234,4 +276,3 @@ def _systemd_word(word: str) -> str:
 
 def _kubernetes(word: str) -> str:
     return word.replace("$(", "$$(")
-

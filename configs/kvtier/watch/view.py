@@ -39,10 +39,17 @@ def rows(engine: Seen) -> list[tuple[str, str]]:
     found = [
         ("pool", f"{snapshot.pool_usage:.0%}{size} in use, {snapshot.running} running"),
         ("waiting", ", ".join(f"{number} {reason}" for reason, number in snapshot.waiting.items()) or "0"),
-        ("prompt tokens", f"{moved.prompt_tokens_per_s:,.0f}/s: computed {_share(moved.computed_share)}, pool {_share(moved.pool_share)}, "
-         f"tier {_share(moved.tier_share)}"),
-        ("since start", f"computed {count(snapshot.tokens['local_compute'])}, pool {count(snapshot.tokens['local_cache_hit'])}, "
-         f"tier {count(snapshot.tokens['external_kv_transfer'])}{_by_tier(snapshot)}"),
+        (
+            "prompt tokens",
+            f"{moved.prompt_tokens_per_s:,.0f}/s: computed {_share(moved.computed_share)}, pool "
+            f"{_share(moved.pool_share)}, "
+            f"tier {_share(moved.tier_share)}",
+        ),
+        (
+            "since start",
+            f"computed {count(snapshot.tokens['local_compute'])}, pool {count(snapshot.tokens['local_cache_hit'])}, "
+            f"tier {count(snapshot.tokens['external_kv_transfer'])}{_by_tier(snapshot)}",
+        ),
         ("hit ratio", f"pool {_ratio(snapshot.prefix)}, tier {_ratio(snapshot.external)}"),
         ("copies", f"to the tier {speed(moved.store_rate)}, back {speed(moved.load_rate)}"),
         ("generated", f"{moved.generated_per_s:,.1f} tokens/s"),
@@ -51,7 +58,13 @@ def rows(engine: Seen) -> list[tuple[str, str]]:
     fill = ram_fill(snapshot, engine.ram_tier_bytes)
     if fill:
         known = f" of {gib(engine.ram_tier_bytes or 0)}" if fill[1] else ""
-        found.append(("RAM tier", f"at most {gib(fill[0])}{known} (upper bound: stored since start; the engine's gauge shows only copies in flight)"))
+        found.append(
+            (
+                "RAM tier",
+                f"at most {gib(fill[0])}{known} (upper bound: stored since start; the engine's gauge shows only "
+                "copies in flight)",
+            )
+        )
     if snapshot.used_bytes is not None and snapshot.quota_bytes:
         found.append(("NVMe tier", f"{gib(snapshot.used_bytes)} of {gib(snapshot.quota_bytes)} (whole host)"))
     elif snapshot.disk_written_bytes:

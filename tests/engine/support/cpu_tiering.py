@@ -1,4 +1,5 @@
-"""vLLM's real tiering on a CPU: its spec, manager, shared region and fs tier, with a memcpy in place of the device copy.
+"""vLLM's real tiering on a CPU: its spec, manager, shared region and fs tier, with a memcpy in place of the device
+copy.
 
 The released worker refuses the CPU. Loaded out of tree by `spec_name` and `spec_module_path`; only for tests.
 """
@@ -9,7 +10,14 @@ import time
 from typing import Any
 
 import torch
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LookupResult, OffloadingManager, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LookupResult,
+    OffloadingManager,
+    OffloadingWorker,
+    TransferResult,
+)
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -30,12 +38,22 @@ class MemcpyWorker(OffloadingWorker):
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
         return self._copy(job_id, dst_spec, src_spec.block_ids, dst_spec.block_ids, self._tier, self._pool)
 
-    def _copy(self, job_id: int, groups: GPULoadStoreSpec, source: Any, target: Any, from_: list[torch.Tensor], to: list[torch.Tensor]) -> bool:
+    def _copy(
+        self,
+        job_id: int,
+        groups: GPULoadStoreSpec,
+        source: Any,
+        target: Any,
+        from_: list[torch.Tensor],
+        to: list[torch.Tensor],
+    ) -> bool:
         began, moved, at = time.perf_counter(), 0, 0
         for refs, size in zip(self._refs, groups.group_sizes, strict=True):
             for ref in refs:
                 for one, other in zip(source[at : at + size], target[at : at + size], strict=True):
-                    to[ref.tensor_idx][int(other), : ref.page_size_bytes] = from_[ref.tensor_idx][int(one), : ref.page_size_bytes]
+                    to[ref.tensor_idx][int(other), : ref.page_size_bytes] = from_[ref.tensor_idx][
+                        int(one), : ref.page_size_bytes
+                    ]
                     moved += ref.page_size_bytes
             at += size
         self._done.append(TransferResult(job_id, True, moved, time.perf_counter() - began))
@@ -58,8 +76,13 @@ class CpuTieringSpec(TieringOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
-            region = SharedOffloadRegion(engine_id=self._engine_id, num_chunks=self.num_chunks, rank=self.config.parallel.rank,
-                                         kv_bytes_per_chunk=self.kv_bytes_per_chunk, cpu_page_size=self.cpu_page_size_per_worker)
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
             self._worker = MemcpyWorker(kv_caches, region)  # type: ignore[assignment]
         return self._worker
 

@@ -1,4 +1,5 @@
-"""An engine under `kvtier launch` (or vLLM itself) that a test can restart from a shell command; nothing of it is left afterwards."""
+"""An engine under `kvtier launch` (or vLLM itself) that a test can restart from a shell command; nothing of it is
+left afterwards."""
 
 from __future__ import annotations
 
@@ -25,8 +26,21 @@ _CPU_BLOCK = 128
 
 def small_pool_arguments(port: int) -> list[str]:
     """Arguments for a quick start, and a pool so small that a few thousand tokens evict a document."""
-    return ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "2048", "--max-num-batched-tokens", "2048",
-            "--block-size", str(_CPU_BLOCK), "--num-gpu-blocks-override", str(SMALL_POOL_TOKENS // _CPU_BLOCK)]
+    return [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--enforce-eager",
+        "--max-model-len",
+        "2048",
+        "--max-num-batched-tokens",
+        "2048",
+        "--block-size",
+        str(_CPU_BLOCK),
+        "--num-gpu-blocks-override",
+        str(SMALL_POOL_TOKENS // _CPU_BLOCK),
+    ]
 
 
 class Served:
@@ -35,8 +49,16 @@ class Served:
     def __init__(self, command: list[str], port: int, folder: Path, env: dict[str, str] | None = None) -> None:
         self.command, self.port, self.folder = command, port, folder
         self.log = folder / "engine.log"
-        self.env = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "VLLM_CPU_KVCACHE_SPACE": "1",
-                    "XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": python_path(folder / "site"), **(env or {})}
+        self.env = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "LMCACHE_TRACK_USAGE": "false",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "XDG_STATE_HOME": str(folder / "state"),
+            "PYTHONPATH": python_path(folder / "site"),
+            **(env or {}),
+        }
         self.env.pop("PYTHONHASHSEED", None)
         self.env |= env or {}
         self.process: KeptProcess | None = None
@@ -50,7 +72,9 @@ class Served:
         self.process = KeptProcess(self.command, self.env, self.log)
         end = time.monotonic() + READY_S
         while time.monotonic() < end:
-            assert self.process.returncode() is None, f"ended with {self.process.returncode()}:\n{self.process.log_tail(40)}"
+            assert self.process.returncode() is None, (
+                f"ended with {self.process.returncode()}:\n{self.process.log_tail(40)}"
+            )
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == 200:
                     return

@@ -11,11 +11,26 @@ import pytest
 
 from tests.unit.kvtier.boxes import UNIT, model
 
-B70 = ["plan", model("qwen3_5-hybrid-mtp"), "--facts", str(UNIT / "facts/arc-pro-b70.json"), "--ram-gib", "16", "--nvme-gib", "64"]
+B70 = [
+    "plan",
+    model("qwen3_5-hybrid-mtp"),
+    "--facts",
+    str(UNIT / "facts/arc-pro-b70.json"),
+    "--ram-gib",
+    "16",
+    "--nvme-gib",
+    "64",
+]
 
 
 def kvtier(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvtier.cli", *words], capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "200"})
+    return subprocess.run(
+        [sys.executable, "-m", "kvtier.cli", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
 
 
 def test_plan_json_has_the_promised_keys() -> None:
@@ -37,8 +52,20 @@ def test_explain_prints_every_rule() -> None:
         assert f"{reason['rule']}: " in text
 
 
-@pytest.mark.parametrize("bad", [["--ram-gib", "0"], ["--ram-gib", "-4"], ["--ram-gib", "1.5"], ["--nvme-gib", "900000"], ["--nvme", "relative"], ["--spec", "magic"],
-                                 ["--engine", "other"], ["--memory", "shared"], ["--nodes", "2"]])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--ram-gib", "0"],
+        ["--ram-gib", "-4"],
+        ["--ram-gib", "1.5"],
+        ["--nvme-gib", "900000"],
+        ["--nvme", "relative"],
+        ["--spec", "magic"],
+        ["--engine", "other"],
+        ["--memory", "shared"],
+        ["--nodes", "2"],
+    ],
+)
 def test_mistakes_are_one_clear_error(bad: list[str]) -> None:
     """A wrong option ends with exit code 2 and one message that names it, without a traceback."""
     done = kvtier(*B70, *bad)
@@ -86,7 +113,18 @@ def test_unreachable_engine_is_one_clear_error() -> None:
 
 def test_launch_dry_run_says_conflicts(tmp_path) -> None:
     """launch --dry-run prints what it would start; what comes after -- wins, and the conflict is said."""
-    done = kvtier("launch", model("qwen3-gqa"), "--facts", str(UNIT / "facts/rtx-5090.json"), "--ram-gib", "8", "--dry-run", "--", "--kv-offloading-size", "4")
+    done = kvtier(
+        "launch",
+        model("qwen3-gqa"),
+        "--facts",
+        str(UNIT / "facts/rtx-5090.json"),
+        "--ram-gib",
+        "8",
+        "--dry-run",
+        "--",
+        "--kv-offloading-size",
+        "4",
+    )
     assert done.returncode == 0, done.stderr
     assert "--kv-offloading-size 4" in done.stdout and "--kv-offloading-size 8" not in done.stdout
     assert "conflict" in done.stderr
@@ -94,6 +132,8 @@ def test_launch_dry_run_says_conflicts(tmp_path) -> None:
 
 def test_importing_the_commands_imports_no_torch() -> None:
     """No torch, vLLM or LMCache is needed for anything but what asks for them."""
-    code = "import sys, kvtier.cli; bad = [m for m in ('torch', 'vllm', 'lmcache') if m in sys.modules]; sys.exit(str(bad) if bad else 0)"
+    code = (
+        "import sys, kvtier.cli; sys.exit(str(bad) if (bad := {'torch', 'vllm', 'lmcache'} & set(sys.modules)) else 0)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -6,16 +6,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.kvtier.boxes import BOXES, MODELS, UNIT, argument, facts, planned
 
 from kvtier.facts import Memory
 from kvtier.plan.result import Decision
+from tests.unit.kvtier.boxes import BOXES, MODELS, UNIT, argument, facts, planned
 
 
 def _table() -> dict[tuple[str, str], str]:
     lines = [line for line in (UNIT / "decisions.txt").read_text().splitlines() if line and not line.startswith("#")]
     models = lines[0].split()[1:]
-    return {(words[0], model): cell for line in lines[1:] for words in [line.split()] for model, cell in zip(models, words[1:], strict=True)}
+    return {
+        (words[0], model): cell
+        for line in lines[1:]
+        for words in [line.split()]
+        for model, cell in zip(models, words[1:], strict=True)
+    }
 
 
 TABLE = _table()
@@ -95,4 +100,5 @@ def test_facts_files_are_what_their_builder_writes(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "HERE", tmp_path)
     module.main()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
-        path.name: path.read_bytes() for path in (UNIT / "facts").glob("*.json")}
+        path.name: path.read_bytes() for path in (UNIT / "facts").glob("*.json")
+    }

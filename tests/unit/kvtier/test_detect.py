@@ -16,8 +16,11 @@ from tests.unit.kvtier.boxes import BOXES, facts
 
 def tree(root: Path, files: dict[str, str]) -> Path:
     """A file tree with these files (paths relative to the root)."""
-    for name, text in {"proc/meminfo": "MemTotal: 32768000 kB\nMemAvailable: 30000000 kB\nSwapTotal: 0 kB\n",
-                       "proc/cpuinfo": "processor: 0\nprocessor: 1\n", **files}.items():
+    for name, text in {
+        "proc/meminfo": "MemTotal: 32768000 kB\nMemAvailable: 30000000 kB\nSwapTotal: 0 kB\n",
+        "proc/cpuinfo": "processor: 0\nprocessor: 1\n",
+        **files,
+    }.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -27,8 +30,12 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 def card(vendor: str, device: str, slot: str, **files: str) -> dict[str, str]:
     base = "sys/class/drm/card0"
-    return {f"{base}/device/vendor": vendor, f"{base}/device/device": device, f"{base}/device/uevent": f"DRIVER=xe\nPCI_SLOT_NAME={slot}\n",
-            **{f"{base}/{name}": text for name, text in files.items()}}
+    return {
+        f"{base}/device/vendor": vendor,
+        f"{base}/device/device": device,
+        f"{base}/device/uevent": f"DRIVER=xe\nPCI_SLOT_NAME={slot}\n",
+        **{f"{base}/{name}": text for name, text in files.items()},
+    }
 
 
 def seen(root: Path, smi: str | None = None) -> Facts:
@@ -44,14 +51,17 @@ def test_dgx_spark_by_name_and_pci(tmp_path: Path) -> None:
     assert found.evidence[0].decides
 
 
-@pytest.mark.parametrize(("line", "memory"), [
-    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb, 9.0, [N/A], 0x233010DE, 00000000:1B:00.0", Memory.DISCRETE),
-    ("GRID A100D-40C, 8.0, Not Supported, 0x20B510DE, 00000000:02:00.0", Memory.DISCRETE),
-    ("NVIDIA GH200 480GB, 9.0, 97871, 0x234210DE, 00000009:01:00.0", Memory.DISCRETE),
-    ("NVIDIA GB300, 10.3, 284208, 0x31C210DE, 00000008:01:00.0", Memory.DISCRETE),
-    ("NVIDIA GeForce RTX 5090, 12.0, 32607, 0x2B8510DE, 00000000:01:00.0", Memory.DISCRETE),
-    ("NVIDIA N1X, 12.1, 8128, 0x2E2A10DE, 00000000:01:00.0", Memory.UNIFIED),
-])
+@pytest.mark.parametrize(
+    ("line", "memory"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb, 9.0, [N/A], 0x233010DE, 00000000:1B:00.0", Memory.DISCRETE),
+        ("GRID A100D-40C, 8.0, Not Supported, 0x20B510DE, 00000000:02:00.0", Memory.DISCRETE),
+        ("NVIDIA GH200 480GB, 9.0, 97871, 0x234210DE, 00000009:01:00.0", Memory.DISCRETE),
+        ("NVIDIA GB300, 10.3, 284208, 0x31C210DE, 00000008:01:00.0", Memory.DISCRETE),
+        ("NVIDIA GeForce RTX 5090, 12.0, 32607, 0x2B8510DE, 00000000:01:00.0", Memory.DISCRETE),
+        ("NVIDIA N1X, 12.1, 8128, 0x2E2A10DE, 00000000:01:00.0", Memory.UNIFIED),
+    ],
+)
 def test_nvidia_names(tmp_path: Path, line: str, memory: Memory) -> None:
     """Neither [N/A] nor a number decides: names and PCI ids do where libcuda cannot be asked."""
     assert seen(tree(tmp_path, {}), line + "\n").memory is memory
@@ -66,6 +76,7 @@ def test_jetson_files_go_before_names(tmp_path: Path) -> None:
 
 def test_integrated_attribute_goes_before_the_name() -> None:
     """libcuda's attribute decides over a name that is not known, but not over GH200 and its kin."""
+
     def kind(name: str, integrated: bool) -> Memory:
         return classify([Device(vendor=Vendor.NVIDIA, name=name, integrated=integrated)], [])[0]
 
@@ -83,14 +94,32 @@ def test_user_goes_before_jetson_files() -> None:
 
 def test_container_without_nvidia_smi(tmp_path: Path) -> None:
     """Without nvidia-smi the driver's list in /proc names the device."""
-    found = seen(tree(tmp_path, {"proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA L40S\nIRQ: 1\n", ".dockerenv": ""}))
+    found = seen(
+        tree(
+            tmp_path,
+            {"proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA L40S\nIRQ: 1\n", ".dockerenv": ""},
+        )
+    )
     assert (found.devices[0].name, found.memory, found.container) == ("NVIDIA L40S", Memory.DISCRETE, True)
 
 
 def test_intel_card_and_integrated(tmp_path: Path) -> None:
     """A B70 shows memory of its own; slot 00:02.0 does not. A link that sysfs shows is kept as seen, not believed."""
-    b70 = seen(tree(tmp_path / "b70", card("0x8086", "0xe223", "0000:03:00.0", **{
-        "device/tile0/physical_vram_size_bytes": str(32656 << 20), "device/current_link_speed": "2.5 GT/s PCIe", "device/current_link_width": "1"})))
+    b70 = seen(
+        tree(
+            tmp_path / "b70",
+            card(
+                "0x8086",
+                "0xe223",
+                "0000:03:00.0",
+                **{
+                    "device/tile0/physical_vram_size_bytes": str(32656 << 20),
+                    "device/current_link_speed": "2.5 GT/s PCIe",
+                    "device/current_link_width": "1",
+                },
+            ),
+        )
+    )
     assert (b70.memory, b70.devices[0].memory_bytes) == (Memory.DISCRETE, 32656 << 20)
     assert b70.devices[0].link == "2.5 GT/s x1"
     assert any("can be wrong" in entry.finding for entry in b70.evidence)
@@ -101,17 +130,38 @@ def test_intel_card_and_integrated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vram", [536870912, 96 << 30])
 def test_strix_halo_whatever_the_carve_out(tmp_path: Path, vram: int) -> None:
     """Strix Halo is unified with a small and with a 96 GiB carve-out; MI300X is not."""
-    found = seen(tree(tmp_path, card("0x1002", "0x1586", "0000:c5:00.0", **{
-        "device/mem_info_vram_total": str(vram), "device/mem_info_gtt_total": "118111600640"})))
-    assert (found.memory, found.devices[0].memory_bytes, found.devices[0].gtt_bytes) == (Memory.UNIFIED, vram, 118111600640)
+    found = seen(
+        tree(
+            tmp_path,
+            card(
+                "0x1002",
+                "0x1586",
+                "0000:c5:00.0",
+                **{"device/mem_info_vram_total": str(vram), "device/mem_info_gtt_total": "118111600640"},
+            ),
+        )
+    )
+    assert (found.memory, found.devices[0].memory_bytes, found.devices[0].gtt_bytes) == (
+        Memory.UNIFIED,
+        vram,
+        118111600640,
+    )
     assert seen(tree(tmp_path / "x", card("0x1002", "0x74a1", "0000:05:00.0"))).memory is Memory.DISCRETE
 
 
 def test_wsl_zram_and_cgroup_limit(tmp_path: Path) -> None:
     """WSL's kernel is known by its release, zram by its name, and a cgroup's limit goes before the host's RAM."""
-    found = seen(tree(tmp_path, {"proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2", "sys/fs/cgroup/memory.max": str(8 << 30),
-                                 "sys/fs/cgroup/memory.current": str(1 << 30),
-                                 "proc/swaps": "Filename Type Size Used Priority\n/dev/zram0 partition 1048576 0 100\n"}))
+    found = seen(
+        tree(
+            tmp_path,
+            {
+                "proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2",
+                "sys/fs/cgroup/memory.max": str(8 << 30),
+                "sys/fs/cgroup/memory.current": str(1 << 30),
+                "proc/swaps": "Filename Type Size Used Priority\n/dev/zram0 partition 1048576 0 100\n",
+            },
+        )
+    )
     assert (found.wsl, found.ram_total, found.ram_available, found.zram_total) == (True, 8 << 30, 7 << 30, 1 << 30)
 
 
@@ -122,7 +172,10 @@ def test_nothing_there_is_a_cpu(tmp_path: Path) -> None:
 
 def test_two_sorts_of_device_take_the_card() -> None:
     """A card beside an integrated GPU decides."""
-    devices = [Device(vendor=Vendor.INTEL, name="Intel GPU", pci_slot="0000:00:02.0"), Device(vendor=Vendor.NVIDIA, name="NVIDIA RTX A4000", integrated=False)]
+    devices = [
+        Device(vendor=Vendor.INTEL, name="Intel GPU", pci_slot="0000:00:02.0"),
+        Device(vendor=Vendor.NVIDIA, name="NVIDIA RTX A4000", integrated=False),
+    ]
     assert classify(devices, [])[0] is Memory.DISCRETE
 
 
@@ -135,7 +188,8 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_o_direct_probe_writes_and_reads(tmp_path: Path) -> None:
-    """The probe leaves nothing behind, and says False where the file system refuses (here: /proc, None: not writable)."""
+    """The probe leaves nothing behind, and says False where the file system refuses (here: /proc, None: not
+    writable)."""
     assert disks.takes_o_direct(tmp_path) in (True, False)
     assert list(tmp_path.iterdir()) == []
     assert disks.takes_o_direct(Path("/proc")) is None
@@ -143,8 +197,16 @@ def test_o_direct_probe_writes_and_reads(tmp_path: Path) -> None:
 
 def test_virtual_disks_do_not_turn(tmp_path: Path) -> None:
     """A hypervisor's default for `rotational` is not believed; a real drive's is."""
-    root = tree(tmp_path, {"sys/class/block/vda/queue/rotational": "1\n", "sys/class/block/sda/queue/rotational": "1\n",
-                           "sys/class/block/sda/size": str((4 << 40) // 512), "mnt/x/f": "", "mnt/y/f": ""})
+    root = tree(
+        tmp_path,
+        {
+            "sys/class/block/vda/queue/rotational": "1\n",
+            "sys/class/block/sda/queue/rotational": "1\n",
+            "sys/class/block/sda/size": str((4 << 40) // 512),
+            "mnt/x/f": "",
+            "mnt/y/f": "",
+        },
+    )
     virtual, real = disks.look(root, "/dev/vda", "/mnt/x", "ext4"), disks.look(root, "/dev/sda", "/mnt/y", "ext4")
     assert virtual and real
     assert (virtual.rotational, real.rotational, real.total_bytes) == (None, True, 4 << 40)

@@ -17,13 +17,17 @@ from tests.unit.kvtier.boxes import facts, planned
 
 
 def statuses(box: Facts, model: str, environment: dict[str, str] | None = None, **wishes: object) -> dict[str, str]:
-    return {check.name: check.status.value for check in before_start(box, planned(box, model, **wishes), environment or {})}
+    return {
+        check.name: check.status.value for check in before_start(box, planned(box, model, **wishes), environment or {})
+    }
 
 
 def test_needed_patch_fails_with_its_command() -> None:
     """A patch that is needed and not applied fails, with the command; applied, it passes."""
     box = msgspec.structs.replace(facts("arc-pro-b70"), patches={"vllm-52771": "needed", "vllm-52807": "applied"})
-    checks = {check.name: check for check in before_start(box, planned(box, "qwen3_5-hybrid-mtp", spec="mtp", ram_gib=16), {})}
+    checks = {
+        check.name: check for check in before_start(box, planned(box, "qwen3_5-hybrid-mtp", spec="mtp", ram_gib=16), {})
+    }
     assert checks["patch vllm-52771"].status == "fail"
     assert "kvpatches apply vllm-52771" in (checks["patch vllm-52771"].fix or "")
     assert checks["patch vllm-52807"].status == "pass"
@@ -41,7 +45,12 @@ def test_versions_are_checked() -> None:
     box = facts("dgx-spark")
     assert statuses(msgspec.structs.replace(box, versions=Versions()), "qwen3-gqa")["vllm"] == "fail"
     assert statuses(msgspec.structs.replace(box, versions=Versions(vllm="0.32.0")), "qwen3-gqa")["lmcache"] == "fail"
-    assert statuses(msgspec.structs.replace(box, versions=Versions(vllm="0.32.0", lmcache="0.4.9")), "qwen3-gqa")["lmcache"] == "warn"
+    assert (
+        statuses(msgspec.structs.replace(box, versions=Versions(vllm="0.32.0", lmcache="0.4.9")), "qwen3-gqa")[
+            "lmcache"
+        ]
+        == "warn"
+    )
 
 
 def test_filtered_plugin_and_random_seed() -> None:
@@ -61,14 +70,20 @@ def test_swap_and_descriptors_warn() -> None:
 def test_environment_of_a_process_is_read() -> None:
     """The check reads a process's real environment: what it has passes, what it lacks fails."""
     program = "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
-    process = subprocess.Popen([sys.executable, "-c", program, "vllm.entrypoints.test"], env={"PYTHONHASHSEED": "0"}, stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "vllm.entrypoints.test"],
+        env={"PYTHONHASHSEED": "0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
         assert process.stdout and process.stdout.read(1) == b"x"
         assert process.pid in engine_env.engine_processes()
         mine = {check.name: check for check in engine_env.check({"PYTHONHASHSEED": "0"})}[f"engine-env {process.pid}"]
         assert mine.status == "pass"
-        lacking = {check.name: check for check in engine_env.check({"LMCACHE_CONFIG_FILE": "/x"})}[f"engine-env {process.pid}"]
+        lacking = {check.name: check for check in engine_env.check({"LMCACHE_CONFIG_FILE": "/x"})}[
+            f"engine-env {process.pid}"
+        ]
         assert lacking.status == "fail" and "not set" in lacking.sentence
     finally:
         process.kill()
@@ -77,7 +92,10 @@ def test_environment_of_a_process_is_read() -> None:
 
 def test_titled_process_is_told_by_its_parent(tmp_path: Path) -> None:
     """A process that wrote its title over its environment is judged by the parent that gave it one."""
-    for pid, parent, command, environ in ((100, 1, b"python\0-m\0vllm.entrypoints.x\0", b"PYTHONHASHSEED=0\0PATH=/\0"), (101, 100, b"VLLM::Worker\0", b"::Worker\0")):
+    for pid, parent, command, environ in (
+        (100, 1, b"python\0-m\0vllm.entrypoints.x\0", b"PYTHONHASHSEED=0\0PATH=/\0"),
+        (101, 100, b"VLLM::Worker\0", b"::Worker\0"),
+    ):
         folder = tmp_path / str(pid)
         folder.mkdir()
         (folder / "cmdline").write_bytes(command)
@@ -89,7 +107,8 @@ def test_titled_process_is_told_by_its_parent(tmp_path: Path) -> None:
 
 
 def test_no_engine_here_fails(tmp_path: Path) -> None:
-    """Where no vLLM runs, the check fails rather than passes for want of processes; a malformed --expect is an error."""
+    """Where no vLLM runs, the check fails rather than passes for want of processes; a malformed --expect is an
+    error."""
     assert engine_env.check({"A": "1"}, tmp_path)[0].status == "fail"
     with pytest.raises(ConfigError, match="--expect"):
         engine_env.expected(["novalue"])

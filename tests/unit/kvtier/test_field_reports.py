@@ -6,12 +6,12 @@ import json
 
 import msgspec
 import pytest
-from tests.unit.kvtier.boxes import UNIT, argument, facts, planned
 
 from kvtier.plan.advice import from_log
 from kvtier.plan.disk import Place, loopback_recipe
 from kvtier.plan.result import Decision
 from lmcache_nvme_backend.errors import ConfigError
+from tests.unit.kvtier.boxes import UNIT, argument, facts, planned
 
 B70 = dict(ram_gib=16, nvme_gib=64, max_model_len=131072, kv_cache_dtype="fp8", spec="mtp", spec_tokens=4)
 
@@ -26,10 +26,16 @@ def test_report_a_final_arguments() -> None:
     plan = b70()
     assert plan.decision is Decision.NATIVE_RAM_NVME
     assert json.loads(argument(plan, "--kv-transfer-config") or "") == {
-        "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 16 * 2**30, "blocks_per_chunk": 1,
-            "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/kv-cache", "n_read_threads": 8, "n_write_threads": 8}]}}
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 16 * 2**30,
+            "blocks_per_chunk": 1,
+            "secondary_tiers": [{"type": "fs", "root_dir": "/mnt/kv-cache", "n_read_threads": 8, "n_write_threads": 8}],
+        },
+    }
     assert plan.env == {"PYTHONHASHSEED": "0"}
     assert argument(plan, "--gpu-memory-utilization") == "0.94"
     assert argument(plan, "--max-num-seqs") == "4"
@@ -39,7 +45,8 @@ def test_report_a_final_arguments() -> None:
 
 
 def test_report_a_capacity() -> None:
-    """16 GiB hold about 500k tokens and 64 GiB about two million, 15 full contexts, at 32 KiB a token and the draft layer's 2."""
+    """16 GiB hold about 500k tokens and 64 GiB about two million, 15 full contexts, at 32 KiB a token and the draft
+    layer's 2."""
     plan = b70()
     assert plan.kv_bytes_per_token == 16 * 2 * 4 * 256 == 32768
     ram, nvme = plan.tiers
@@ -49,7 +56,8 @@ def test_report_a_capacity() -> None:
 
 
 def test_report_a_needs_the_patches() -> None:
-    """MTP on a hybrid under 0.27 stores and never serves: the plan names the patches, and their state where it is known."""
+    """MTP on a hybrid under 0.27 stores and never serves: the plan names the patches, and their state where it is
+    known."""
     plan = b70()
     assert [patch.name for patch in plan.patches] == ["vllm-52771", "vllm-52807"]
     assert plan.rule("spec-decode-on-hybrid") in plan.warnings
@@ -75,9 +83,14 @@ def test_report_a_loopback_recipe() -> None:
     assert plan.rule("fs-tier-has-no-quota")
     step = next(step for step in plan.steps if "loopback" in step.why)
     assert step.required
-    assert step.command == loopback_recipe(Place("/mnt/kv-cache", 64 * 2**30, None, False)) == (
-        "fallocate -l 64G /mnt/kv-cache.img && mkfs.ext4 -q -m 0 -F /mnt/kv-cache.img && mkdir -p /mnt/kv-cache && "
-        "mount -o loop,noatime /mnt/kv-cache.img /mnt/kv-cache")
+    assert (
+        step.command
+        == loopback_recipe(Place("/mnt/kv-cache", 64 * 2**30, None, False))
+        == (
+            "fallocate -l 64G /mnt/kv-cache.img && mkfs.ext4 -q -m 0 -F /mnt/kv-cache.img && mkdir -p /mnt/kv-cache && "
+            "mount -o loop,noatime /mnt/kv-cache.img /mnt/kv-cache"
+        )
+    )
     assert b70().rule("fs-tier-has-no-quota") is None
 
 

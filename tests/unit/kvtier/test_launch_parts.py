@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,13 @@ from kvtier.launch.follow import Follower
 from kvtier.launch.prepare import prepare
 from tests.unit.kvtier.boxes import planned
 
-PLANNED = ["--max-model-len", "131072", "--enable-prefix-caching", "--kv-transfer-config", '{"kv_connector":"OffloadingConnector"}']
+PLANNED = [
+    "--max-model-len",
+    "131072",
+    "--enable-prefix-caching",
+    "--kv-transfer-config",
+    '{"kv_connector":"OffloadingConnector"}',
+]
 
 
 def test_users_value_wins_and_is_said() -> None:
@@ -28,7 +33,7 @@ def test_users_value_wins_and_is_said() -> None:
     for spelling in (["--max-model-len", "4096"], ["--max-model-len=4096"], ["--max_model_len", "4096"]):
         merged = merge(PLANNED, spelling)
         assert "131072" not in merged.args
-        assert merged.args[-len(spelling):] == spelling
+        assert merged.args[-len(spelling) :] == spelling
         assert len(merged.conflicts) == 1
         assert "--max-model-len 131072 of the plan gives way to your --max-model-len 4096" in merged.conflicts[0]
 
@@ -51,7 +56,8 @@ def test_size_flag_of_the_user_voids_the_connector() -> None:
 
 
 def test_flags_that_defeat_the_tier_are_said() -> None:
-    """Switching prefix caching off is obeyed, and said to defeat the tier. Short names and dotted keys are understood."""
+    """Switching prefix caching off is obeyed, and said to defeat the tier. Short names and dotted keys are
+    understood."""
     merged = merge(PLANNED, ["--no-enable-prefix-caching"])
     assert "--enable-prefix-caching" not in merged.args
     assert any("no tier serves anything" in conflict for conflict in merged.conflicts)
@@ -65,10 +71,13 @@ def test_arguments_without_conflict_are_kept() -> None:
 
 
 def test_prepare_writes_the_lmcache_file_and_directory(tmp_path: Path) -> None:
-    """Launch writes the LMCache file where the environment will point, and makes the tier's directory for its owner alone."""
+    """Launch writes the LMCache file where the environment will point, and makes the tier's directory for its owner
+    alone."""
     plan = planned("cpu-only", "llama-dense", nvme=str(tmp_path / "kv"), nvme_gib=4)
     plan = msgspec.structs.replace(plan)
-    start = prepare(plan, ["--port", "1"], {"PYTHONHASHSEED": "7", "VLLM_CPU_KVCACHE_SPACE": "2", "HOME": str(tmp_path)})
+    start = prepare(
+        plan, ["--port", "1"], {"PYTHONHASHSEED": "7", "VLLM_CPU_KVCACHE_SPACE": "2", "HOME": str(tmp_path)}
+    )
     assert yaml.safe_load(Path(start.env["LMCACHE_CONFIG_FILE"]).read_text()) == plan.lmcache_config
     assert Path(start.env["LMCACHE_CONFIG_FILE"]).is_relative_to(tmp_path / ".local/state/kvtier")
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
@@ -120,11 +129,14 @@ def test_follower_knows_up_and_figures() -> None:
     assert (follower.figures.pool_tokens, follower.figures.max_concurrency) == (159448, 1.22)
 
 
-@pytest.mark.parametrize(("line", "hint"), [
-    ("ValueError: Insufficient space in /dev/shm for x: 16354.0 MiB required, 16352.0 MiB free", "remount"),
-    ("ValueError: Failed to promote local KV cache specs to one unified type", "hybrid"),
-    ("OSError: [Errno 98] address already in use", "--port"),
-])
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("ValueError: Insufficient space in /dev/shm for x: 16354.0 MiB required, 16352.0 MiB free", "remount"),
+        ("ValueError: Failed to promote local KV cache specs to one unified type", "hybrid"),
+        ("OSError: [Errno 98] address already in use", "--port"),
+    ],
+)
 def test_failures_get_a_hint(line: str, hint: str) -> None:
     """Known failures at start are explained."""
     follower = Follower()
@@ -142,7 +154,10 @@ time.sleep(60)
 
 def run_child(code: str, tmp_path: Path) -> subprocess.Popen[str]:
     """launch.run around a Python child, in a process of its own."""
-    program = f"import sys\nfrom kvtier.launch.run import run\nsys.exit(run([sys.executable, '-c', {code!r}], {dict(os.environ)!r}, lambda l: print(l, flush=True)))"
+    program = (
+        "import os, sys\nfrom kvtier.launch.run import run\n"
+        f"sys.exit(run([sys.executable, '-c', {code!r}], os.environ, lambda line: print(line, flush=True)))"
+    )
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
 
 
@@ -159,7 +174,7 @@ def test_signals_are_passed_on_and_exit_code_is_the_childs(tmp_path: Path) -> No
 
 def test_child_ends_when_launch_is_killed(tmp_path: Path) -> None:
     """A launch that is killed takes the engine with it."""
-    process = run_child(CHILD.replace('print("ready"', 'import os; print(os.getpid()'), tmp_path)
+    process = run_child(CHILD.replace('print("ready"', "import os; print(os.getpid()"), tmp_path)
     assert process.stdout is not None
     child = int(process.stdout.readline())
     process.kill()

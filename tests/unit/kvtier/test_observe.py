@@ -53,8 +53,12 @@ vllm:kv_offload_tiering_write_bytes_total{tier="1:fs"} 77
 # TYPE vllm:kv_offload_tiering_read_bytes counter
 vllm:kv_offload_tiering_read_bytes_total{tier="1:fs"} 55
 # TYPE vllm:cache_config_info gauge
-vllm:cache_config_info{block_size="16",num_gpu_blocks="100",kv_cache_size_tokens="235074",kv_cache_max_concurrency="3.587",gpu_memory_utilization="0.88"} 1
-"""
+vllm:cache_config_info{INFO} 1
+""".replace(
+    "INFO",
+    'block_size="16",num_gpu_blocks="100",kv_cache_size_tokens="235074",kv_cache_max_concurrency="3.587",'
+    'gpu_memory_utilization="0.88"',
+)
 PLUGIN = """
 # TYPE vllm:kv_cache_usage_perc gauge
 vllm:kv_cache_usage_perc 0.1
@@ -96,13 +100,21 @@ def test_snapshot_of_this_projects_tier() -> None:
 def test_change_between_two_looks() -> None:
     """Shares and rates are of what moved in between; a restart's counters begin anew."""
     before = seen(at=10.0)
-    after = msgspec.structs.replace(before, at=12.0, tokens={"local_compute": 1100, "local_cache_hit": 2000, "external_kv_transfer": 3300},
-                                    loaded_bytes=before.loaded_bytes + 2_000_000_000, load_s=before.load_s + 0.1, preemptions=481)
+    after = msgspec.structs.replace(
+        before,
+        at=12.0,
+        tokens={"local_compute": 1100, "local_cache_hit": 2000, "external_kv_transfer": 3300},
+        loaded_bytes=before.loaded_bytes + 2_000_000_000,
+        load_s=before.load_s + 0.1,
+        preemptions=481,
+    )
     moved = change(before, after)
     assert (moved.computed_share, moved.tier_share, moved.prompt_tokens_per_s) == (0.25, 0.75, 200.0)
     assert moved.load_rate == pytest.approx(2e10)
     assert moved.preemptions == 2
-    fresh = msgspec.structs.replace(before, at=13.0, tokens={"local_compute": 10, "local_cache_hit": 0, "external_kv_transfer": 0}, preemptions=0)
+    fresh = msgspec.structs.replace(
+        before, at=13.0, tokens={"local_compute": 10, "local_cache_hit": 0, "external_kv_transfer": 0}, preemptions=0
+    )
     assert change(before, fresh).computed_share == 1.0
 
 
@@ -124,7 +136,11 @@ def test_watch_says_what_is_bad() -> None:
     for word in ("preemptions", "capacity", "drafted", "device memory"):
         assert word in said
     console = Console(record=True, width=120)
-    console.print(render([Seen(url="http://a", snapshot=after, change=change(before, after)), Seen(url="http://b", error="refused")]))
+    console.print(
+        render(
+            [Seen(url="http://a", snapshot=after, change=change(before, after)), Seen(url="http://b", error="refused")]
+        )
+    )
     text = console.export_text()
     assert "http://a" in text and "refused" in text and "50% of 235,074 tokens" in text
 
@@ -136,9 +152,17 @@ def test_doctor_of_a_running_engine() -> None:
     assert checks["tier"].status == "pass" and checks["hits"].status == "pass"
     assert checks["preemptions"].status == "warn"
     assert "--gpu-memory-utilization 0.94 (is 0.88)" in checks["flags"].sentence or any(
-        "--gpu-memory-utilization 0.94 (is 0.88)" in check.sentence for check in running(seen(), box, "http://203.0.113.1:1"))
-    never = {check.name: check for check in running(seen(external=(0, 60000), tokens={"local_compute": 60000, "local_cache_hit": 0, "external_kv_transfer": 0}), box,
-                                                    "http://203.0.113.1:1")}
+        "--gpu-memory-utilization 0.94 (is 0.88)" in check.sentence
+        for check in running(seen(), box, "http://203.0.113.1:1")
+    )
+    never = {
+        check.name: check
+        for check in running(
+            seen(external=(0, 60000), tokens={"local_compute": 60000, "local_cache_hit": 0, "external_kv_transfer": 0}),
+            box,
+            "http://203.0.113.1:1",
+        )
+    }
     assert never["hits"].status == "fail"
     assert {check.name: check for check in running(seen(PLUGIN), box, "http://203.0.113.1:1")}["tier"].status == "fail"
 
@@ -152,35 +176,51 @@ def test_failure_policy_from_a_command_line() -> None:
 
 
 def step(name: str, **moved: Any) -> Step:
-    values: dict[str, Any] = dict(name=name, seconds=1.0, prompt_tokens=1000, computed=1000, from_pool=0, from_tier=0, from_tier_by={}, stored_bytes=0,
-                                  loaded_bytes=0, disk_written_bytes=0, disk_read_bytes=0)
+    values: dict[str, Any] = dict(
+        name=name,
+        seconds=1.0,
+        prompt_tokens=1000,
+        computed=1000,
+        from_pool=0,
+        from_tier=0,
+        from_tier_by={},
+        stored_bytes=0,
+        loaded_bytes=0,
+        disk_written_bytes=0,
+        disk_read_bytes=0,
+    )
     return Step(**{**values, **moved})
 
 
 def clues(**known: Any) -> Clues:
-    values: dict[str, Any] = dict(native=False, plugin=False, degraded=False, drafts=False, version="0.32.0", load_failures=0)
+    values: dict[str, Any] = dict(
+        native=False, plugin=False, degraded=False, drafts=False, version="0.32.0", load_failures=0
+    )
     return Clues(**{**values, **known})
 
 
 COLD, REPEAT = step("cold", stored_bytes=10**9), step("repeat", computed=10, from_pool=990)
 
 
-@pytest.mark.parametrize(("steps", "verdict"), [
-    ([COLD, REPEAT, step("after-pressure", computed=16, from_tier=984, loaded_bytes=10**9)], Verdict.RAM),
-    ([COLD, REPEAT, step("after-pressure", computed=16, from_tier=984, from_tier_by={"disk": 984})], Verdict.NVME),
-    ([COLD, REPEAT, step("after-pressure", computed=16, from_tier=984, disk_read_bytes=10**9)], Verdict.NVME),
-    ([COLD, REPEAT, step("after-pressure", from_tier=984), step("after-restart", from_tier=984)], Verdict.NVME),
-    ([COLD, REPEAT, step("after-pressure", from_tier=984), step("after-restart")], Verdict.RAM),
-    ([COLD, REPEAT, step("after-pressure")], Verdict.STORES_ONLY),
-    ([step("cold"), REPEAT, step("after-pressure")], Verdict.NO_TIER),
-])
+@pytest.mark.parametrize(
+    ("steps", "verdict"),
+    [
+        ([COLD, REPEAT, step("after-pressure", computed=16, from_tier=984, loaded_bytes=10**9)], Verdict.RAM),
+        ([COLD, REPEAT, step("after-pressure", computed=16, from_tier=984, from_tier_by={"disk": 984})], Verdict.NVME),
+        ([COLD, REPEAT, step("after-pressure", computed=16, from_tier=984, disk_read_bytes=10**9)], Verdict.NVME),
+        ([COLD, REPEAT, step("after-pressure", from_tier=984), step("after-restart", from_tier=984)], Verdict.NVME),
+        ([COLD, REPEAT, step("after-pressure", from_tier=984), step("after-restart")], Verdict.RAM),
+        ([COLD, REPEAT, step("after-pressure")], Verdict.STORES_ONLY),
+        ([step("cold"), REPEAT, step("after-pressure")], Verdict.NO_TIER),
+    ],
+)
 def test_verdicts(steps: list[Step], verdict: Verdict) -> None:
     """RAM, NVMe (by source, by bytes read, or by surviving a restart), stores only, and no tier."""
     assert judge(steps, clues())[0] is verdict
 
 
 def test_likely_causes() -> None:
-    """The upstream bug is named for the releases that have it, a kept pool and a degraded tier are named, and a hash seed after a restart."""
+    """The upstream bug (for the releases that have it), a kept pool, a degraded tier and the hash seed are named."""
     steps = [COLD, REPEAT, step("after-pressure")]
     assert any("52771" in cause for cause in judge(steps, clues(native=True, drafts=True, version="0.27.1"))[2])
     assert not any("52771" in cause for cause in judge(steps, clues(native=True, drafts=True, version="0.30.0"))[2])
@@ -199,4 +239,6 @@ def test_documents_share_no_prefix() -> None:
 
 def test_root_of_an_address() -> None:
     """/v1, /metrics and a trailing slash are taken off."""
-    assert {root_of(text) for text in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/", "http://h:1/metrics")} == {"http://h:1"}
+    assert {
+        root_of(text) for text in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/", "http://h:1/metrics")
+    } == {"http://h:1"}

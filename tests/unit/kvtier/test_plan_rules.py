@@ -6,13 +6,13 @@ import json
 
 import msgspec
 import pytest
-from tests.unit.kvtier.boxes import argument, facts, planned
 
 from kvtier.facts import Measured
 from kvtier.plan import wishes
 from kvtier.plan.result import Decision
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import parse_settings
+from tests.unit.kvtier.boxes import argument, facts, planned
 
 
 def test_plan_of_lmcache_is_the_reference_entry() -> None:
@@ -21,13 +21,24 @@ def test_plan_of_lmcache_is_the_reference_entry() -> None:
     config = plan.lmcache_config
     assert config is not None
     assert config == {
-        "chunk_size": 256, "local_cpu": False, "max_local_cpu_size": 0, "pre_caching_hash_algorithm": "sha256_cbor",
+        "chunk_size": 256,
+        "local_cpu": False,
+        "max_local_cpu_size": 0,
+        "pre_caching_hash_algorithm": "sha256_cbor",
         "storage_plugins": ["nvme"],
-        "extra_config": {"storage_plugin.nvme.module_path": "lmcache_nvme_backend", "storage_plugin.nvme.class_name": "NvmeBackend",
-                         "nvme.path": "/mnt/kv-cache", "nvme.quota_gib": 64}}
+        "extra_config": {
+            "storage_plugin.nvme.module_path": "lmcache_nvme_backend",
+            "storage_plugin.nvme.class_name": "NvmeBackend",
+            "nvme.path": "/mnt/kv-cache",
+            "nvme.quota_gib": 64,
+        },
+    }
     assert parse_settings(config["extra_config"]).quota_bytes == 64 * 2**30
     assert json.loads(argument(plan, "--kv-transfer-config") or "") == {
-        "kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
     assert plan.env == {"LMCACHE_CONFIG_FILE": "/etc/kvtier/lmcache.yaml", "PYTHONHASHSEED": "0"}
 
 
@@ -42,7 +53,9 @@ def test_staging_grows_with_the_chunk() -> None:
 def test_expandable_segments_are_refused_under_both_names() -> None:
     """expandable_segments:True is refused under the newer name too, which vLLM's own check misses."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        box = msgspec.structs.replace(facts("rtx-5090"), environment={name: "max_split_size_mb:64,expandable_segments:True"})
+        box = msgspec.structs.replace(
+            facts("rtx-5090"), environment={name: "max_split_size_mb:64,expandable_segments:True"}
+        )
         plan = planned(box, "qwen3-gqa")
         assert plan.decision is Decision.REFUSED
         assert name in plan.reasons[-1].sentence
@@ -85,6 +98,7 @@ def test_context_longer_than_the_model_allows() -> None:
 
 def test_blocks_per_chunk_where_needed() -> None:
     """blocks_per_chunk: 1 for layers of several sorts since 0.26, neither key before, and nothing for a dense model."""
+
     def extra(model: str, target: str) -> dict[str, object]:
         plan = planned("rtx-5090", model, ram_gib=8, nvme="/data/kv", nvme_gib=8, target_vllm=target)
         return json.loads(argument(plan, "--kv-transfer-config") or "")["kv_connector_extra_config"]
@@ -124,10 +138,9 @@ def test_fixed_pool_on_unified_memory_is_explained() -> None:
 
 def test_fixed_pool_is_left_out_without_an_index(tmp_path) -> None:
     """Without the weights' bytes the pool is left out, and the reason is said."""
-    from tests.unit.kvtier.boxes import UNIT
-
     from kvtier.plan.decide import plan as decide
     from kvtier.plan.wishes import Wishes
+    from tests.unit.kvtier.boxes import UNIT
 
     (tmp_path / "config.json").write_bytes((UNIT / "models/qwen3-gqa/config.json").read_bytes())
     plan = decide(facts("dgx-spark"), str(tmp_path), Wishes())
@@ -194,6 +207,9 @@ def test_user_says_unified() -> None:
 def test_nodes_are_parsed_and_checked() -> None:
     """--nodes takes names, addresses and interfaces; a bare number says what is wanted."""
     both = wishes.nodes("spark-0=10.0.0.1@eth1,10.0.0.2")
-    assert [(node.name, node.address, node.interface) for node in both] == [("spark-0", "10.0.0.1", "eth1"), ("node-1", "10.0.0.2", None)]
+    assert [(node.name, node.address, node.interface) for node in both] == [
+        ("spark-0", "10.0.0.1", "eth1"),
+        ("node-1", "10.0.0.2", None),
+    ]
     with pytest.raises(ConfigError, match="--nodes"):
         wishes.nodes("2")

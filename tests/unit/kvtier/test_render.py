@@ -14,7 +14,9 @@ from lmcache_nvme_backend.errors import ConfigError
 from tests.unit.kvtier.boxes import BOXES, UNIT, planned
 
 EXAMPLES = UNIT.parents[1] / "configs" / "examples"
-RANKS = [(example, rank) for example in examples.EXAMPLES for rank in range(2 if example.name == "dgx-spark-pair" else 1)]
+RANKS = [
+    (example, rank) for example in examples.EXAMPLES for rank in range(2 if example.name == "dgx-spark-pair" else 1)
+]
 each_example = pytest.mark.parametrize(("example", "rank"), RANKS, ids=lambda value: getattr(value, "name", str(value)))
 
 
@@ -98,7 +100,9 @@ def test_lmcache_keys_are_those_of_the_reference_entry() -> None:
         pytest.skip("the reference entry is not in this tree yet")
     wanted = yaml.safe_load(reference.read_text())
     rendered = yaml.safe_load(render(planned("dgx-spark", "qwen3-gqa", nvme="/mnt/kv-cache", nvme_gib=64), "yaml"))
-    assert {key: rendered[key] for key in rendered if key != "extra_config"} == {key: wanted[key] for key in wanted if key != "extra_config"}
+    assert {key: rendered[key] for key in rendered if key != "extra_config"} == {
+        key: wanted[key] for key in wanted if key != "extra_config"
+    }
     assert set(rendered["extra_config"]) <= set(wanted["extra_config"])
 
 
