@@ -8,7 +8,9 @@ GIB = 1 << 30
 
 
 def gib(count: float) -> str:
-    """Bytes as GiB with as many digits as a person needs: ``16 GiB``, ``15.97 GiB``, ``0.25 GiB``."""
+    """Bytes as GiB with as many digits as a person needs: ``16 GiB``, ``15.97 GiB``; below one as MiB: ``256 MiB``."""
+    if 0 < abs(count) < GIB:
+        return f"{count / MIB:,.0f} MiB"
     value = count / GIB
     return f"{value:.0f} GiB" if abs(value - round(value)) < 0.005 else f"{value:.2f} GiB"
 

@@ -16,7 +16,9 @@ from rich.console import Console
 from kvtier import facts as facts_file
 from kvtier.detect import box
 from kvtier.facts import Facts, Memory
+from kvtier.observe import snapshot
 from kvtier.plan import advice, wishes
+from kvtier.plan.advice import EngineFigures
 from kvtier.plan.wishes import Wishes
 from lmcache_nvme_backend.errors import ConfigError
 
@@ -52,7 +54,7 @@ def memory_kind(text: str | None) -> Memory | None:
     return Memory(text)
 
 
-def wishes_from(options: dict[str, Any], log: Path | None = None) -> Wishes:
+def wishes_from(options: dict[str, Any], log: str | None = None) -> Wishes:
     """Wishes from command-line texts; every size and count is checked here."""
     method, tokens = wishes.speculation(options.get("spec"))
     return Wishes(
@@ -73,9 +75,18 @@ def wishes_from(options: dict[str, Any], log: Path | None = None) -> Wishes:
         prefill_tokens_per_s=options.get("prefill_tps"),
         link_gbps=options.get("link_gbps"),
         nvme_gbps=options.get("nvme_gbps"),
-        figures=advice.from_log(log) if log else options.get("figures"),
+        figures=_figures(log),
         lmcache_file=options.get("lmcache_file") or Wishes().lmcache_file,
     )
+
+
+def _figures(log: str | None) -> EngineFigures | None:
+    """What an engine says of its pool: from its start-up log, or from the engine itself where `log` is its address."""
+    if log is None:
+        return None
+    if log.startswith(("http://", "https://")):
+        return msgspec.structs.replace(snapshot.scrape(log).figures, source=log)
+    return advice.from_log(Path(log))
 
 
 def print_json(value: Any) -> None:

@@ -87,6 +87,8 @@ def show(plan: Plan, *, explain: bool) -> None:
         )
     if not plan.serves:
         return
+    for node in plan.nodes:
+        console.print(f"  once {node.name} serves: {node.check}", markup=False, highlight=False)
     for name, env, args in _hosts(plan):
         console.print(f"\n[bold]{name}[/]")
         words = [*(f"{key}={value}" for key, value in env.items()), *plan.command, *args]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +35,9 @@ def _options(
     lora: Annotated[bool, typer.Option("--lora", help="LoRA adapters will be served.")] = False,
     target_vllm: Annotated[Text, typer.Option(help="Plan for this release instead of the installed one.")] = None,
     engine: Annotated[str, typer.Option(help="vllm.")] = "vllm",
-    log: Annotated[Path | None, typer.Option(help="vLLM's start-up log: its pool decides seats and steps.")] = None,
+    log: Annotated[
+        Text, typer.Option(help="vLLM's start-up log, or a running engine's URL: its pool decides seats and steps.")
+    ] = None,
     typical_tokens: Annotated[Text, typer.Option(help="Length of a usual request, for the advice on seats.")] = None,
     prefill_tps: Annotated[float | None, typer.Option(help="Prefill rate, tokens/s, for the estimate.")] = None,
     link_gbps: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Annotated
 
 import httpx
@@ -12,7 +13,7 @@ import typer
 from rich.live import Live
 
 from kvtier.commands.common import JsonOption, console, user_errors
-from kvtier.detect import nvidia
+from kvtier.detect import drm, nvidia
 from kvtier.doctor.engine_checks import command_line
 from kvtier.observe import snapshot
 from kvtier.observe.rates import change
@@ -84,7 +85,7 @@ def _look(url: str, last: dict[str, Snapshot], ram_tier_bytes: int | None, clien
         snapshot=now,
         change=change(before, now),
         ram_tier_bytes=ram_tier_bytes,
-        device_free=nvidia.free_bytes(),
+        device_free=_device_free(),
     )
 
 
@@ -96,3 +97,9 @@ class _Quiet:
 
     def __exit__(self, *_: object) -> None:
         return None
+
+
+def _device_free() -> int | None:
+    """Free memory of this host's device, where a driver tells."""
+    told = nvidia.free_bytes()
+    return told if told is not None else drm.free_bytes(Path("/"))

@@ -100,3 +100,13 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def free_bytes(root: Path) -> int | None:
+    """Free VRAM of the AMD device with the least of it; None without one. (Intel's drivers do not tell.)"""
+    found = []
+    for card in (root / "sys/class/drm").glob("card[0-9]*"):
+        total, used = (_number(card / f"device/mem_info_vram_{name}") for name in ("total", "used"))
+        if total and used is not None:
+            found.append(total - used)
+    return min(found, default=None)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from kvtier.doctor.checks import Check, failed, passed
 from lmcache_nvme_backend.errors import ConfigError
-
 
 
 def expected(pairs: list[str]) -> dict[str, str]:
@@ -80,7 +80,8 @@ def _environment(pid: int, proc: Path) -> tuple[dict[str, str], int]:
 
 
 def _could_have_started_it(pid: int, proc: Path) -> bool:
-    """A Python or vLLM process, not the init that orphans fall to (in a container process 1 may be the engine itself)."""
+    """A Python or vLLM process, not the init that orphans fall to (in a container process 1 may be the engine
+    itself)."""
     try:
         command = (proc / str(pid) / "cmdline").read_bytes()
     except OSError:
@@ -99,4 +100,4 @@ def _is_engine(words: list[str]) -> bool:
         return True
     if any(Path(word).name == "vllm" for word in words[:2]):
         return True
-    return any(flag == "-m" and module.startswith("vllm.") for flag, module in zip(words[:4], words[1:5]))
+    return any(flag == "-m" and module.startswith("vllm.") for flag, module in pairwise(words[:5]))

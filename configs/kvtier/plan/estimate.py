@@ -18,7 +18,7 @@ _ASSUMED_DISK = 3e9
 def estimates(draft: Draft) -> list[Estimate]:
     """One estimate a tier, for one full-length context. Rates given by the user go before measured, measured before
     assumed."""
-    return [_one(draft, tier.name) for tier in draft.tiers if draft.stored_bytes_per_token]
+    return [_one(draft, tier.name) for tier in draft.tiers if tier.name != "pool" and draft.stored_bytes_per_token]
 
 
 def _one(draft: Draft, tier: str) -> Estimate:

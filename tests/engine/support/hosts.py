@@ -1,4 +1,4 @@
-"""Two hosts on one machine: a network, a process table and a /tmp each, and a cable between the networks."""
+"""Two hosts on one machine: a network, a process table, a /dev/shm and a /tmp each, and a cable between the networks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,19 @@ class Host(msgspec.Struct, frozen=True):
 
     def command(self, words: list[str]) -> list[str]:
         """Start the host's main process: it sees this host's processes, network and /tmp, and no others."""
-        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return [*enter, "sh", "-c", f'mount --bind "{self.tmp}" /tmp && exec "$@"', "sh", *words]
+        enter = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            "unshare",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
+        return [*enter, "sh", "-c", f'mount -t tmpfs tmpfs /dev/shm && mount --bind "{self.tmp}" /tmp && exec "$@"', "sh", *words]
 
     def beside(self, pid: int, words: list[str]) -> list[str]:
         """Run a command beside the main process, whose process id (as seen from outside) is `pid`."""
@@ -36,7 +47,12 @@ def possible() -> bool:
     """Whether namespaces can be made here (root, and the tools)."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
         return False
-    return subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], check=False, capture_output=True).returncode == 0
+    return (
+        subprocess.run(
+            ["unshare", "--net", "--mount", "--pid", "--fork", "true"], check=False, capture_output=True
+        ).returncode
+        == 0
+    )
 
 
 @contextlib.contextmanager
@@ -44,7 +60,9 @@ def pair(folder: Path) -> Iterator[tuple[Host, Host]]:
     """Two hosts that reach each other and nothing else; gone at the end."""
     mark = os.getpid() % 10000
     hosts = tuple(
-        Host(f"host-{rank}", f"kvtier-{mark}-{rank}", f"10.213.7.{rank + 1}", f"kv{mark}-{rank}", folder / f"tmp-{rank}")
+        Host(
+            f"host-{rank}", f"kvtier-{mark}-{rank}", f"10.213.7.{rank + 1}", f"kv{mark}-{rank}", folder / f"tmp-{rank}"
+        )
         for rank in (0, 1)
     )
     try:

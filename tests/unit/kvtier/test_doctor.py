@@ -67,12 +67,17 @@ def test_swap_and_descriptors_warn() -> None:
     assert found["open-files"] == "warn"
 
 
-def test_environment_of_a_process_is_read() -> None:
+def test_environment_of_a_process_is_read(tmp_path: Path) -> None:
     """The check reads a process's real environment: what it has passes, what it lacks fails."""
-    program = "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "waits.py").write_text(
+        "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "vllm.entrypoints.test"],
+        [sys.executable, "-m", "vllm.waits"],
         env={"PYTHONHASHSEED": "0"},
+        cwd=tmp_path,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -176,9 +176,9 @@ def test_cpu_plan_names_the_connector() -> None:
 def test_estimate_uses_given_before_measured_before_assumed() -> None:
     """The restore time follows the given rate, else the measured one, else one that is called assumed."""
     box = msgspec.structs.replace(facts("dgx-spark"), measured=Measured(disk_read=6e9))
-    given = planned(box, "qwen3-gqa", nvme_gbps=12.0, prefill_tokens_per_s=2000.0).estimates[0 + 1]
-    measured = planned(box, "qwen3-gqa").estimates[1]
-    assumed = planned("dgx-spark", "qwen3-gqa").estimates[1]
+    given = planned(box, "qwen3-gqa", nvme_gbps=12.0, prefill_tokens_per_s=2000.0).estimates[0]
+    measured = planned(box, "qwen3-gqa").estimates[0]
+    assumed = planned("dgx-spark", "qwen3-gqa").estimates[0]
     assert given.rate_bytes_per_s == 12e9 and "given" in given.rate_source
     assert measured.rate_bytes_per_s == 6e9 and "measured" in measured.rate_source
     assert "assumed" in assumed.rate_source
@@ -189,7 +189,7 @@ def test_estimate_uses_given_before_measured_before_assumed() -> None:
 
 def test_tier_that_never_pays_has_no_length() -> None:
     """Where reading back is slower than computing, no prompt length is named."""
-    slow = planned("dgx-spark", "llama-dense", nvme_gbps=0.2, prefill_tokens_per_s=5000.0).estimates[1]
+    slow = planned("dgx-spark", "llama-dense", nvme_gbps=0.2, prefill_tokens_per_s=5000.0).estimates[0]
     assert slow.pays_from_tokens is None
     assert slow.break_even_prefill_tokens_per_s < 5000
 
