@@ -48,7 +48,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_pool_gib: int = 1
     kv_transfer: dict[str, Any] = msgspec.field(default_factory=lambda: dict(KV_TRANSFER))
     args: tuple[str, ...] = ()
-    env: dict[str, str] = msgspec.field(default_factory=dict)
+    env: dict[str, str | None] = msgspec.field(default_factory=dict)  # None takes a variable away
     ready_timeout_s: float = 300.0
     grace_s: float = 20.0
 
@@ -77,7 +77,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
         }
         if self.lmcache_config is not None:
             env["LMCACHE_CONFIG_FILE"] = str(self.lmcache_config)
-        return env | self.env
+        return {name: value for name, value in (env | self.env).items() if value is not None}
 
     @property
     def served_name(self) -> str:

@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface
 
 from lmcache_nvme_backend.doors import lmcache_compat, refusals, scope, start, vllm_plugin
+from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.identity import namespace_facts, random_seed_warning
-from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, SlotMemoryObj, device_memory
+from lmcache_nvme_backend.doors.lmcache_load import LOAD_WAIT_S, ChunkLoader
+from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, device_memory, size_of
+from lmcache_nvme_backend.doors.lmcache_store import ChunkSaver
 from lmcache_nvme_backend.doors.pins import PinLedger
-from lmcache_nvme_backend.doors.requests import RequestBook, StoreCall, StoreRequest
+from lmcache_nvme_backend.doors.requests import current_call
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.metrics import MetricsExporter
 from lmcache_nvme_backend.settings import parse_settings
 from lmcache_nvme_backend.staging import StagingRing
-from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Hit, Namespace, PutResult, StoreSettings, digest_fields
+from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Namespace, StoreSettings, digest_fields
 
-# A load waits this long for slots that writes still hold; every write is bounded by the drive, so this is never reached
-# by a drive that works.
-LOAD_WAIT_S = 10.0
 # LMCache gives a backend 15 s in all to close; writes in flight get this much of it, then they are abandoned.
 CLOSE_WAIT_S = 5.0
+
+# Connectors that walk the objects one after the other, and have finished with one when they ask for the next one's
+# bytes (stores synchronise after each, loads are fenced). Read in LMCache 0.5.4 to 0.5.6.
+STREAMING_CONNECTORS = ("CpuBlockConnector", "VLLMPagedMemGPUConnectorV2", "VLLMPagedMemXPUConnectorV2")
 
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
@@ -84,33 +86,49 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
             self._check_engine(vllm_config)
         self._scoped = vllm_config is not None
         self._chunk_tokens = self.metadata.chunk_size
-        chunk_bytes = self._sizeof(self._chunk_tokens)
+        self._allocator: RingAllocator | None = None
         if self._cpu is None:
-            self._open_ring(chunk_bytes)
+            self._open_ring(size_of(self.metadata.get_shapes(self._chunk_tokens), self.metadata.get_dtypes()))
         self._open_store(vllm_config)
-        self._read_pool = ThreadPoolExecutor(self.settings.io_threads, "kvtier-read")
-        self._write_pool = ThreadPoolExecutor(self.settings.io_threads, "kvtier-write")
+        s = self.settings
+        self.loader = ChunkLoader(
+            self.store, self._allocator, self._cpu, self.metadata, s.io_threads, _fence(self.dst_device)
+        )
+        self.saver = ChunkSaver(
+            self.store, self._allocator, s.io_threads, s.store_wait_ms / 1000, self._chunk_tokens, self._digest
+        )
         self._pins = PinLedger(self.store.unpin, float(getattr(self.config, "pin_timeout_sec", 300)))
-        self._book = RequestBook()
-        self._call = threading.local()
-        self._waited_s = 0.0
-        self._wait_total_s = 0.0
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._in_flight: set[ChunkKey] = set()
-        self._lookups = {"hit": 0, "missed": 0}
-        self._dropped: dict[str, int] = {}
-        self._load_failed: dict[str, int] = {}
+        self._lookups = Counts()
+        self._streams = False
         self._unscoped_said = False
         self._closed = False
         self._metrics = MetricsExporter(self._values, self.metadata.worker_id)
         usage = self.store.usage()
         logger.info(
             "lmcache_nvme_backend: rank %d serves from %s: %d chunks in this namespace, %.2f of %.2f GiB used, "
-            "staging %d slots of %.1f MiB",
+            "staging %d slots in %d MiB",
             self.metadata.worker_id, self.store.directory, usage.namespace_chunks, usage.used_bytes / 2**30,
-            usage.quota_bytes / 2**30, self._slots, chunk_bytes / 2**20,
+            usage.quota_bytes / 2**30, self._slots, self.settings.staging_mib,
         )  # fmt: skip
+
+    def attach(self, engine: Any) -> None:
+        """LMCache's engine is complete: decide whether chunks stream through the ring. Called by the adaptation.
+
+        Streaming relies on a connector that copies one object after the other and has finished with each when it asks
+        for the next; elsewhere, and where LMCache keeps what is loaded, whole chunks are held in slots.
+        """
+        connector = type(engine.gpu_connector).__name__
+        reasons = [
+            (self._cpu is not None, "LMCache's CPU cache keeps what is loaded"),
+            (connector not in STREAMING_CONNECTORS, f"the connector {connector} may copy several chunks at once"),
+            (len(engine.storage_manager.storage_backends) > 1, "other storage backends take the same objects"),
+            (bool(engine.save_only_first_rank), "chunks are broadcast between ranks"),
+            (bool(self.config.save_unfull_chunk), "partial chunks have a size that is known only after reading"),
+        ]
+        why_not = next((reason for applies, reason in reasons if applies), None)
+        self._streams = why_not is None
+        if why_not is not None:
+            logger.info("lmcache_nvme_backend: chunks are held whole in staging, not streamed: %s", why_not)
 
     def _check_engine(self, vllm_config: Any) -> None:
         refusals.check_vllm(vllm_config)
@@ -128,7 +146,7 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
     def _open_ring(self, chunk_bytes: int) -> None:
         memory = device_memory(self.settings.staging_bytes)
         self._opened.append(memory.close)
-        ring = StagingRing(memory, chunk_bytes)
+        ring = StagingRing(memory, chunk_bytes, device_memory)
         if ring.slots < 2:
             raise ConfigError(
                 "nvme.staging_mib", f"{self.settings.staging_mib} MiB with chunks of {chunk_bytes / 2**20:.1f} MiB",
@@ -166,27 +184,19 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
 
     @property
     def _slots(self) -> int:
-        return self._allocator.ring.slots if self._cpu is None else 0
+        return self._allocator.ring.slots if self._allocator is not None else 0
 
     def close(self) -> None:
         """Finish writes in flight within ``CLOSE_WAIT_S``, abandon the rest, give everything back. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._write_pool.shutdown(wait=False, cancel_futures=False)
-        self.wait_for_writes(CLOSE_WAIT_S)
-        self._write_pool.shutdown(wait=False, cancel_futures=True)
-        self._read_pool.shutdown(wait=False, cancel_futures=True)
+        if self._closed:
+            return
+        self._closed = True
+        self.saver.close(CLOSE_WAIT_S)
+        self.loader.close()
         self.store.close()
         self._metrics.close()
-        if self._cpu is None:
+        if self._allocator is not None:
             self._allocator.close()
-
-    def wait_for_writes(self, timeout_s: float) -> bool:
-        """Wait until no write is in flight; False where some still are after ``timeout_s`` seconds."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._in_flight, timeout_s)
 
     # -- allocation ---------------------------------------------------------------------------------------------------
 
@@ -194,52 +204,48 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
         return self.get_memory_allocator()
 
     def get_memory_allocator(self) -> Any:
-        return self._allocator if self._cpu is None else self._cpu.get_memory_allocator()
+        return self._allocator if self._allocator is not None else self._cpu.get_memory_allocator()
 
     def get_allocator_backend(self) -> Any:
-        return self if self._cpu is None else self._cpu
+        return self if self._allocator is not None else self._cpu
 
     def calculate_chunk_budget(self) -> int:
-        return self._slots if self._cpu is None else int(self._cpu.calculate_chunk_budget())
+        return self._slots if self._allocator is not None else int(self._cpu.calculate_chunk_budget())
 
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: Any = None, eviction: bool = True, busy_loop: bool = True
     ) -> Any | None:
-        """A slot, or ``None``. A store (``busy_loop`` False) waits within the step's bound, a load for slots."""
-        if self._cpu is not None:
+        """Memory for a chunk, or ``None``. Streamed within a store that streams; else a slot, for which a store
+        (``busy_loop`` False) waits within the step's bound, a load until others give theirs back."""
+        if self._allocator is None:
             obj = self._cpu.allocate(shapes, dtypes, fmt, eviction, busy_loop)
-        else:
-            with self._waiting(busy_loop) as timeout_s:
+        elif (obj := self.saver.target(shapes, dtypes, fmt)) is None:
+            with self._slot_wait(busy_loop) as timeout_s:
                 obj = self._allocator.allocate(shapes, dtypes, fmt, timeout_s=timeout_s)
-        call: StoreCall | None = getattr(self._call, "current", None)
-        if obj is None and call is not None:
+        if obj is None and (call := current_call()) is not None:
             call.ran_out = True
         return obj
 
     def batched_allocate(
         self, shapes: Any, dtypes: Any, batch_size: int, fmt: Any = None, eviction: bool = True, busy_loop: bool = True
     ) -> list[Any] | None:
-        if self._cpu is not None:
+        if self._allocator is None:
             objs: list[Any] | None = self._cpu.batched_allocate(shapes, dtypes, batch_size, fmt, eviction, busy_loop)
             return objs
-        with self._waiting(busy_loop) as timeout_s:
+        with self._slot_wait(busy_loop) as timeout_s:
             return self._allocator.batched_allocate(shapes, dtypes, batch_size, fmt, timeout_s=timeout_s)
 
     @contextmanager
-    def _waiting(self, for_load: bool) -> Iterator[float]:
-        """How long an allocation may wait now; the time it takes counts against the step."""
+    def _slot_wait(self, for_load: bool) -> Iterator[float]:
         if for_load:
             yield LOAD_WAIT_S
             return
-        begin = time.monotonic()
-        yield max(0.0, self.settings.store_wait_ms / 1000 - self._waited_s)
-        spent = time.monotonic() - begin
-        self._waited_s += spent
-        self._wait_total_s += spent
+        with self.saver.waiting() as timeout_s:
+            yield timeout_s
 
     def start_step(self) -> None:
         """A new engine step: its stores may wait ``nvme.store_wait_ms`` in all."""
-        self._waited_s = 0.0
+        self.saver.start_step()
 
     # -- lookup -------------------------------------------------------------------------------------------------------
 
@@ -272,12 +278,13 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
         return self.batched_contains([key], pin) == 1
 
     def batched_contains(self, keys: list[Any], pin: bool = False) -> int:
-        """How many leading chunks can be loaded. Never more than the ring holds at once.
+        """How many leading chunks can be loaded. Where they are not streamed, never more than the ring holds at once.
 
         A lookup pins; what asks without pinning repeats a lookup's question and is not counted again.
         """
         digests = self._digests(keys)
-        found = self.store.match(digests[: self._slots] if self._cpu is None else digests, pin=pin)
+        held_whole = self._allocator is not None and not self._streams
+        found = self.store.match(digests[: self._slots] if held_whole else digests, pin=pin)
         if pin:
             self._pins.taken(digests[:found])
             self._looked_up(digests, found, len(keys))
@@ -290,13 +297,12 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
         return found
 
     def _looked_up(self, digests: list[ChunkKey], found: int, asked: int) -> None:
-        self._book.link(digests, found)
-        with self._lock:
-            self._lookups["hit"] += found
-            self._lookups["missed"] += asked - found
+        self.saver.book.link(digests, found)
+        self._lookups.add("hit", found)
+        self._lookups.add("missed", asked - found)
 
     def exists_in_put_tasks(self, key: Any) -> bool:
-        return self._digest(key) in self._in_flight
+        return self.saver.writes(self._digest(key))
 
     def pin(self, key: Any) -> bool:
         digest = self._digest(key)
@@ -314,28 +320,11 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
 
     # -- store --------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def storing(self, request_id: str | None, skipped_tokens: int, total_tokens: int) -> Iterator[bool]:
-        """Around one ``LMCacheEngine.store`` of this thread. Yields False where the prefix has lost a chunk before."""
-        first = skipped_tokens // self._chunk_tokens
+    def storing(self, request_id: str | None, skipped_tokens: int, total_tokens: int) -> Any:
+        """A context around one ``LMCacheEngine.store`` of this thread; it gives False where nothing is to be stored."""
         partial = bool(self.config.save_unfull_chunk) and total_tokens % self._chunk_tokens > 0
-        last = total_tokens // self._chunk_tokens + partial
-        call = StoreCall(self._book.request(request_id), first, last)
-        if not call.request.admits(first):
-            self._drop("prefix lost", last - first)
-            yield False
-            return
-        self._call.current = call
-        try:
-            yield True
-        except BaseException:
-            call.request.refuse(first + call.submitted)
-            raise
-        finally:
-            self._call.current = None
-        if call.ran_out:
-            call.request.refuse(first + call.submitted)
-            self._drop("staging full", (last - first) - call.submitted)
+        first, last = skipped_tokens // self._chunk_tokens, total_tokens // self._chunk_tokens + partial
+        return self.saver.storing(request_id, first, last, self._streams)
 
     def batched_submit_put_task(
         self,
@@ -345,35 +334,7 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
         on_complete_callback: Callable[[Any], None] | None = None,
     ) -> list[Future[Any]] | None:
         """Write behind: the objects are held until their chunk is on disk, dropped or there already."""
-        call: StoreCall | None = getattr(self._call, "current", None)
-        request = call.request if call is not None else StoreRequest()
-        first = call.first + call.submitted if call is not None else 0
-        futures: list[Future[Any]] = []
-        for depth, (key, obj) in enumerate(zip(keys, objs, strict=False), start=first):
-            if call is not None:
-                call.submitted += 1
-            digest = self._digest(key)
-            if digest is None:
-                self._drop("unmarked", 1)
-                continue
-            parent = self._book.parent(digest) or request.last
-            request.last = digest
-            with self._lock:
-                if self._closed:
-                    self._drop_locked("closed", 1)
-                    continue
-                if digest in self._in_flight:
-                    continue
-                self._in_flight.add(digest)
-            obj.ref_count_up()
-            try:
-                futures.append(
-                    self._write_pool.submit(self._write, key, digest, obj, depth, parent, request, on_complete_callback)
-                )
-            except RuntimeError:  # the pool was shut down between the check and here
-                self._written(digest, obj)
-                self._drop("closed", 1)
-        return futures or None
+        return self.saver.put(keys, objs, on_complete_callback) or None
 
     async def async_batched_submit_put_task(
         self,
@@ -382,140 +343,41 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
         transfer_spec: Any = None,
         on_complete_callback: Callable[[Any], None] | None = None,
     ) -> None:
-        futures = self.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback) or []
+        futures = self.saver.put(keys, objs, on_complete_callback)
         await asyncio.gather(*(asyncio.wrap_future(f) for f in futures))
 
-    def _write(
-        self,
-        key: Any,
-        digest: ChunkKey,
-        obj: Any,
-        depth: int,
-        parent: ChunkKey | None,
-        request: StoreRequest,
-        on_complete: Callable[[Any], None] | None,
-    ) -> None:
-        stored = False
-        try:
-            if not request.admits(depth):
-                self._drop("prefix lost", 1)
-                return
-            view = obj.payload() if isinstance(obj, SlotMemoryObj) else obj.byte_array
-            view = view[: obj.get_size()]
-            result = self.store.put(digest, view, depth=depth, parent=parent, tokens=int(obj.get_num_tokens()))
-            stored = result.kept
-            if not stored:
-                request.refuse(depth)
-                self._drop(result.value, 1)
-            elif result is PutResult.STORED and not request.admits(depth):
-                # A predecessor was lost while this one was on its way: it would only take room.
-                self.store.remove(digest)
-                self._drop("prefix lost", 1)
-        except Exception:
-            request.refuse(depth)
-            self._drop("internal error", 1)
-            logger.exception("lmcache_nvme_backend: storing a chunk failed")
-        finally:
-            self._written(digest, obj)
-        if stored and on_complete is not None:
-            try:
-                on_complete(key)
-            except Exception:
-                logger.exception("lmcache_nvme_backend: a completion callback failed")
-
-    def _written(self, digest: ChunkKey, obj: Any) -> None:
-        obj.ref_count_down()
-        with self._idle:
-            self._in_flight.discard(digest)
-            self._idle.notify_all()
-
-    def _drop(self, cause: str, chunks: int) -> None:
-        with self._lock:
-            self._drop_locked(cause, chunks)
-
-    def _drop_locked(self, cause: str, chunks: int) -> None:
-        self._dropped[cause] = self._dropped.get(cause, 0) + chunks
+    def wait_for_writes(self, timeout_s: float) -> bool:
+        """Wait until no write is in flight; False where some still are after ``timeout_s`` seconds."""
+        return self.saver.wait_for_writes(timeout_s)
 
     # -- load ---------------------------------------------------------------------------------------------------------
 
+    def retrieving(self, skipped_tokens: int) -> Any:
+        """A context around one ``LMCacheEngine.retrieve`` of this thread."""
+        return self.loader.retrieving(skipped_tokens // self._chunk_tokens)
+
     def get_blocking(self, key: Any) -> Any | None:
-        return self.batched_get_blocking([key])[0]
+        return self.loader.load(self._digests([key]), 1)[0]
 
     def batched_get_blocking(self, keys: list[Any]) -> list[Any | None]:
-        """Load chunks in parallel. From the first that fails on, the answer is ``None``: later ones are of no use."""
-        return self._collect(self._start_loads(keys, LOAD_WAIT_S), len(keys))
+        """The chunks in order; from the first that cannot be had on, ``None``: later ones are of no use.
+
+        Streamed within a retrieve that can cut its answer when a later chunk turns out bad; else loaded whole.
+        """
+        digests = self._digests(keys)
+        call = self.loader.current_call()
+        if self._streams and call is not None:
+            objs: list[Any | None] = [*self.loader.stream(digests, call.first)]
+            return objs + [None] * (len(keys) - len(objs))
+        return self.loader.load(digests, len(keys))
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[Any], transfer_spec: Any = None) -> list[Any]:
-        """The leading chunks that could be loaded; fewer than asked for where the ring is full."""
-        loads = await asyncio.to_thread(self._start_loads, keys, 0.0)
-        await asyncio.wait([asyncio.wrap_future(f) for f in loads]) if loads else None
-        return [obj for obj in self._collect(loads, len(loads)) if obj is not None]
-
-    def _start_loads(self, keys: Sequence[Any], slot_wait_s: float) -> list[Future[Any | None]]:
-        loads: list[Future[Any | None]] = []
-        shapes, dtypes = self.metadata.get_shapes(self._chunk_tokens), self.metadata.get_dtypes()
-        fmt = MemoryFormat.KV_MLA_FMT if self.metadata.use_mla else MemoryFormat.KV_2LTD
-        for digest in self._digests(keys):
-            if self._cpu is not None:
-                obj = self._cpu.allocate(shapes, dtypes, fmt, busy_loop=slot_wait_s > 0)
-            else:
-                obj = self._allocator.allocate(shapes, dtypes, fmt, timeout_s=slot_wait_s)
-            if obj is None:
-                self._failed_load("staging full")
-                break
-            try:
-                loads.append(self._read_pool.submit(self._read, digest, obj))
-            except RuntimeError:  # closed meanwhile
-                obj.ref_count_down()
-                break
-        return loads
-
-    def _collect(self, loads: list[Future[Any | None]], wanted: int) -> list[Any | None]:
-        wait(loads)
-        objs = [load.result() for load in loads]
-        good = next((i for i, obj in enumerate(objs) if obj is None), len(objs))
-        for obj in objs[good:]:
-            if obj is not None:
-                obj.ref_count_down()
-        return objs[:good] + [None] * (wanted - good)
-
-    def _read(self, digest: ChunkKey, obj: Any) -> Any | None:
-        """Read one chunk into ``obj``; ``None`` (and the object given back) where that fails."""
-        try:
-            view = obj.payload() if isinstance(obj, SlotMemoryObj) else obj.byte_array
-            result = self.store.get(digest, view)
-            if not isinstance(result, Hit):
-                self._failed_load(result.cause.value)
-            elif result.nbytes == obj.get_size():
-                return obj
-            elif 0 < result.tokens < self._chunk_tokens and result.nbytes == self._sizeof(result.tokens):
-                return self._narrowed(obj, result.tokens)
-            else:
-                self._failed_load("other size")
-        except Exception:
-            self._failed_load("internal error")
-            logger.exception("lmcache_nvme_backend: loading a chunk failed")
-        obj.ref_count_down()
-        return None
-
-    def _narrowed(self, obj: Any, tokens: int) -> Any | None:
-        """A partial chunk's object: the same slot with fewer tokens, or a smaller one of LMCache's CPU pool."""
-        shapes, dtypes = self.metadata.get_shapes(tokens), self.metadata.get_dtypes()
-        if isinstance(obj, SlotMemoryObj):
-            return obj.narrow(shapes, dtypes)
-        smaller = self._cpu.allocate(shapes, dtypes, obj.meta.fmt, busy_loop=False)
-        if smaller is not None:
-            smaller.raw_data[: smaller.get_size()].copy_(obj.raw_data[: smaller.get_size()])
-        obj.ref_count_down()
-        return smaller
-
-    def _failed_load(self, cause: str) -> None:
-        with self._lock:
-            self._load_failed[cause] = self._load_failed.get(cause, 0) + 1
-
-    def _sizeof(self, tokens: int) -> int:
-        shapes, dtypes = self.metadata.get_shapes(tokens), self.metadata.get_dtypes()
-        return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        """The leading chunks that could be loaded: fewer where they are held whole and the ring is full."""
+        digests = self._digests(keys)
+        if self._streams:
+            return [*self.loader.stream(digests, 0)]
+        loads = await asyncio.to_thread(self.loader.start, digests, 0.0)
+        return await asyncio.to_thread(self.loader.collect, loads)
 
     # -- removal and numbers ------------------------------------------------------------------------------------------
 
@@ -528,36 +390,46 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
         return self.store.clear() * self._chunk_tokens
 
     def _values(self) -> dict[str, Any]:
-        stats, usage = self.store.stats, self.store.usage()
-        with self._lock:
-            dropped, load_failed, lookups = dict(self._dropped), dict(self._load_failed), dict(self._lookups)
+        stats, usage, ring = self.store.stats, self.store.usage(), self._allocator and self._allocator.ring
+        lookups = self._lookups.snapshot()
         return {
-            "kvtier_chunks_hit_total": lookups["hit"],
-            "kvtier_chunks_missed_total": lookups["missed"],
+            "kvtier_chunks_hit_total": lookups.get("hit", 0),
+            "kvtier_chunks_missed_total": lookups.get("missed", 0),
             "kvtier_chunks_loaded_total": stats.hits,
-            "kvtier_chunks_load_failed_total": load_failed,
+            "kvtier_chunks_load_failed_total": {"absent": 0, **self.loader.failed.snapshot()},
             "kvtier_chunks_stored_total": stats.stores,
-            "kvtier_chunks_dropped_total": {"staging full": 0, **dropped},
+            "kvtier_chunks_dropped_total": {"staging full": 0, **self.saver.dropped.snapshot()},
             "kvtier_chunks_corrupt_total": sum(stats.corrupt.values()),
             "kvtier_chunks_evicted_total": stats.evictions,
             "kvtier_bytes_read_total": stats.bytes_read,
             "kvtier_bytes_written_total": stats.bytes_written,
-            "kvtier_store_wait_seconds_total": self._wait_total_s,
+            "kvtier_store_wait_seconds_total": self.saver.waited_s,
             "kvtier_used_bytes": usage.used_bytes,
             "kvtier_quota_bytes": usage.quota_bytes,
-            "kvtier_staging_bytes": self._allocator.ring.nbytes if self._cpu is None else 0,
-            "kvtier_lmcache_cpu_pool_bytes": 0 if self._cpu is None else int(self._cpu.get_memory_allocator().size),
-            "kvtier_staging_slots_free": self._allocator.ring.free if self._cpu is None else 0,
+            "kvtier_staging_bytes": ring.nbytes if ring else 0,
+            "kvtier_staging_slots_free": ring.free if ring else 0,
             "kvtier_chunks": usage.namespace_chunks,
             "kvtier_direct_io": self.store.direct_io,
             "kvtier_degraded": 0,
         }
 
 
+def _fence(device: str) -> Callable[[], Any]:
+    """An event on the consumer's current stream, where the device has streams; a CPU is done when it returns."""
+    if device == "cpu":
+        return lambda: None
+    from lmcache import torch_dev
+
+    def record() -> Any:
+        event = torch_dev.Event()
+        event.record()
+        return event
+
+    return record
+
+
 def _vllm_config() -> Any | None:
     """vLLM's configuration of this process, or ``None`` outside vLLM."""
-    import sys
-
     if "vllm.config" not in sys.modules:
         return None
     from vllm.config import get_current_vllm_config_or_none

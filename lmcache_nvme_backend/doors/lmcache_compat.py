@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import wrapt
 
-from lmcache_nvme_backend.doors import scope, start
+from lmcache_nvme_backend.doors import requests, scope, start
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import names_this_backend
 
@@ -65,6 +65,48 @@ def _announced_store(original: Function) -> Function:
             return original(self, tokens, hashes, offsets, mask, **kw) if admitted else None
 
     return store
+
+
+def _noted_keys(original: Function) -> Function:
+    @functools.wraps(original)
+    def process_tokens(self: Any, *args: Any, **kw: Any) -> Any:
+        for item in original(self, *args, **kw):
+            call = requests.current_call()
+            if call is not None:
+                call.key = item[2]
+            yield item
+
+    return process_tokens
+
+
+def _cut_retrieve(original: Function) -> Function:
+    @functools.wraps(original)
+    def retrieve(self: Any, tokens: Any, mask: Any = None, **kw: Any) -> Any:
+        backend = find_backend(self.storage_manager)
+        if backend is None:
+            return original(self, tokens, mask, **kw)
+        import torch
+
+        skipped = int(mask.numel() - mask.sum()) if mask is not None else 0
+        with backend.retrieving(skipped) as call, torch.inference_mode():
+            retrieved = original(self, tokens, mask, **kw)
+            failed = call.failed_from()
+            if failed is not None:
+                # Loading had begun when the chunk turned out bad: vLLM computes from there on.
+                retrieved[failed * self.metadata.chunk_size :] = False
+        return retrieved
+
+    return retrieve
+
+
+def _attached(original: Function) -> Function:
+    @functools.wraps(original)
+    def post_init(self: Any, **kw: Any) -> None:
+        original(self, **kw)
+        if (backend := find_backend(self.storage_manager)) is not None:
+            backend.attach(self)
+
+    return post_init
 
 
 def _marked_request(original: Function) -> Function:
@@ -201,6 +243,19 @@ ADAPTATIONS = (
     Adaptation(
         "lmcache-store", "a store says which request and which part of its prefix it is",
         f"{_V1}.cache_engine", "LMCacheEngine.store", ("self", "tokens", "hashes", "offsets", "mask"), _announced_store,
+    ),
+    Adaptation(
+        "lmcache-keys", "a store's keys are known before its bytes move",
+        f"{_V1}.token_database", "ChunkedTokenDatabase.process_tokens", ("self", "tokens", "hashes", "offsets", "mask"),
+        _noted_keys,
+    ),
+    Adaptation(
+        "lmcache-retrieve", "a chunk that turns out bad while it is loaded ends the answer there",
+        f"{_V1}.cache_engine", "LMCacheEngine.retrieve", ("self", "tokens", "mask"), _cut_retrieve,
+    ),
+    Adaptation(
+        "lmcache-attach", "the backend learns which connector will walk its objects",
+        f"{_V1}.cache_engine", "LMCacheEngine.post_init", ("self",), _attached,
     ),
     Adaptation(
         "lmcache-init", "a failed start ends the engine instead of serving without a cache",

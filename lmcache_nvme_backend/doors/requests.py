@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from lmcache_nvme_backend.store import ChunkKey
 
@@ -35,14 +37,43 @@ class StoreRequest:
 
 
 class StoreCall:
-    """One ``LMCacheEngine.store``: chunks ``first`` to ``last`` (exclusive) of a request's prefix."""
+    """One ``LMCacheEngine.store``: chunks ``first`` to ``last`` (exclusive) of a request's prefix.
 
-    __slots__ = ("first", "last", "ran_out", "request", "submitted")
+    ``key`` is LMCache's key of the chunk it is working on, as the token database announced it; ``filling`` is the
+    object whose bytes the connector is copying.
+    """
 
-    def __init__(self, request: StoreRequest, first: int, last: int) -> None:
-        self.request, self.first, self.last = request, first, last
-        self.submitted = 0
+    __slots__ = ("filling", "first", "key", "last", "ran_out", "request", "streams", "submitted", "targets")
+
+    def __init__(self, request: StoreRequest, first: int, last: int, streams: bool) -> None:
+        self.request, self.first, self.last, self.streams = request, first, last, streams
+        self.key: Any = None
+        self.filling: Any = None
+        self.targets = 0  # objects handed out
+        self.submitted = 0  # objects that came back to be put
         self.ran_out = False  # the ring had no slot for the next chunk
+
+
+_calls = threading.local()
+
+
+def current_call() -> StoreCall | None:
+    """The store that this thread is in."""
+    call: StoreCall | None = getattr(_calls, "current", None)
+    return call
+
+
+@contextmanager
+def entered(call: StoreCall) -> Iterator[StoreCall]:
+    """Make ``call`` this thread's current one. An exception on the way refuses what had not come back by then."""
+    _calls.current = call
+    try:
+        yield call
+    except BaseException:
+        call.request.refuse(call.first + call.submitted)
+        raise
+    finally:
+        _calls.current = None
 
 
 class RequestBook:

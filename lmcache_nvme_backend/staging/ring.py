@@ -5,12 +5,18 @@ Contract
 - ``release`` gives a slot back exactly once; a second release of the same loan is ignored, so that an explicit release
   and a finaliser can both run.
 - The ring never grows. ``free`` plus the loans outstanding is always ``slots``.
+- ``discard`` is one more slot's worth of memory that is never lent: bytes that nobody will read go there, from any
+  number of threads at once.
+- A *lender* holds slots ahead of need and gives one back when somebody who needs one now finds none.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
 
 from lmcache_nvme_backend.staging.memory import StagingMemory
 
@@ -20,36 +26,71 @@ PAGE = 4096
 class Slot:
     """A loan of one slot. ``view`` spans the slot's whole capacity (bytes, a multiple of the page)."""
 
-    __slots__ = ("_loaned", "index", "view")
+    __slots__ = ("_loaned", "offset", "view")
 
-    def __init__(self, index: int, view: memoryview) -> None:
-        self.index = index
+    def __init__(self, offset: int, view: memoryview) -> None:
+        self.offset = offset  # of the slot in the ring's memory, in bytes
         self.view = view
         self._loaned = True
 
 
-class StagingRing:
-    """``slots`` equal, page-aligned slots of ``slot_bytes`` each within one mapping."""
+class Lender(Protocol):
+    """Who holds slots that can be done without for now."""
 
-    def __init__(self, memory: StagingMemory, chunk_bytes: int) -> None:
+    def give_back(self) -> bool:
+        """Release one such slot; False where there is none. Called from any thread, without the ring's lock."""
+        ...
+
+
+class StagingRing:
+    """Equal, page-aligned slots of ``slot_bytes`` each within one mapping.
+
+    Where the mapping holds only two, both are needed, and ``more(nbytes)`` makes the memory of the discard slot.
+    """
+
+    def __init__(
+        self, memory: StagingMemory, chunk_bytes: int, more: Callable[[int], StagingMemory] = StagingMemory
+    ) -> None:
         self.memory = memory
         self.slot_bytes = -(-chunk_bytes // PAGE) * PAGE
-        self.slots = memory.nbytes // self.slot_bytes
+        whole = memory.nbytes // self.slot_bytes
+        self._spare = more(self.slot_bytes) if whole < 3 else None
+        self.slots = whole if whole < 3 else whole - 1
+        discard = self._spare.view if self._spare is not None else self._view(self.slots)
+        self.discard = Slot(self.slots * self.slot_bytes, discard)
         self._free = list(range(self.slots))
         self._changed = threading.Condition()
         self._closed = False
+        self._lenders: weakref.WeakSet[Lender] = weakref.WeakSet()
+
+    def _view(self, index: int) -> memoryview:
+        return self.memory.view[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory the ring can ever hold resident."""
-        return self.memory.nbytes
+        return self.memory.nbytes + (self._spare.nbytes if self._spare is not None else 0)
 
     @property
     def free(self) -> int:
         return len(self._free)
 
-    def acquire(self, timeout_s: float = 0.0) -> Slot | None:
-        """A free slot, waiting up to ``timeout_s`` seconds for one; ``None`` when there is none by then."""
+    def add_lender(self, lender: Lender) -> None:
+        """``lender`` may be asked for slots from now on, for as long as it lives."""
+        with self._changed:
+            self._lenders.add(lender)
+
+    def acquire(self, timeout_s: float = 0.0, reclaim: bool = False) -> Slot | None:
+        """A free slot, waiting up to ``timeout_s`` seconds for one; ``None`` when there is none by then.
+
+        With ``reclaim``, slots that others hold ahead of need are taken back first.
+        """
+        if reclaim and not self._free:
+            with self._changed:
+                lenders = list(self._lenders)
+            for lender in lenders:
+                if lender.give_back():
+                    break
         with self._changed:
             if not self._free and timeout_s > 0:
                 deadline = time.monotonic() + timeout_s
@@ -60,15 +101,14 @@ class StagingRing:
             if not self._free or self._closed:
                 return None
             index = self._free.pop()
-        start = index * self.slot_bytes
-        return Slot(index, self.memory.view[start : start + self.slot_bytes])
+        return Slot(index * self.slot_bytes, self._view(index))
 
     def release(self, slot: Slot) -> None:
         with self._changed:
-            if not slot._loaned:
+            if not slot._loaned or slot is self.discard:
                 return
             slot._loaned = False
-            self._free.append(slot.index)
+            self._free.append(slot.offset // self.slot_bytes)
             self._changed.notify()
 
     def close(self) -> None:
@@ -77,3 +117,5 @@ class StagingRing:
             self._closed = True
             self._changed.notify_all()
         self.memory.close()
+        if self._spare is not None:
+            self._spare.close()

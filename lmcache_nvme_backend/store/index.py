@@ -41,6 +41,7 @@ class Index:
         self._pins: dict[ChunkKey, int] = {}
         self._blocks = 0
         self._ints: dict[int, int] = {}
+        self._now_s = 0
         self._times: dict[ChunkKey, int] = {}  # key -> ns: uses not yet written to the file's times
         self._tails: dict[ChunkKey, None] = {}  # stored chunks whose ancestors are still to be refreshed
         self._used: set[ChunkKey] | None = None  # while the order is not known: what has been used since open
@@ -96,7 +97,9 @@ class Index:
         self._policy.touch(prefix)
         now = time.time_ns()
         self._times.update(dict.fromkeys(prefix, now))
-        now_s = now // 1_000_000_000
+        if now // 1_000_000_000 != self._now_s:
+            self._now_s = now // 1_000_000_000
+        now_s = self._now_s  # one object for all uses within a second
         entries = self._entries
         for key in prefix:
             entries[key].used_s = now_s

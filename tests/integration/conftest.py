@@ -94,7 +94,9 @@ class Lmcache:
         self.engine.post_init()
         self.backend: Any = lmcache_compat.find_backend(self.engine.storage_manager)
 
-    def store(self, tokens: list[int], kv: PagedKv, table: int = 0, skip: int = 0, request: str = "r", **kw: Any) -> None:
+    def store(
+        self, tokens: list[int], kv: PagedKv, table: int = 0, skip: int = 0, request: str = "r", **kw: Any
+    ) -> None:
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[:skip] = False
         self.engine.store(
@@ -104,12 +106,20 @@ class Lmcache:
     def lookup(self, tokens: list[int], request: str = "r", **kw: Any) -> int:
         return int(self.engine.lookup(tokens, lookup_id=request, pin=True, **kw))
 
-    def retrieve(self, tokens: list[int], kv: PagedKv, table: int = 1, request: str = "r", cached: int = 0, **kw: Any) -> int:
+    def retrieve(
+        self, tokens: list[int], kv: PagedKv, table: int = 1, request: str = "r", cached: int = 0, **kw: Any
+    ) -> int:
         """Tokens loaded into the request's other blocks."""
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[: cached // CHUNK * CHUNK] = False
         loaded = self.engine.retrieve(
-            tokens, mask, kvcaches=kv.layers, slot_mapping=kv.slots(table), req_id=request, vllm_cached_tokens=cached, **kw
+            tokens,
+            mask,
+            kvcaches=kv.layers,
+            slot_mapping=kv.slots(table),
+            req_id=request,
+            vllm_cached_tokens=cached,
+            **kw,
         )
         self.engine.lookup_unpin(request)
         return int(loaded.sum())

@@ -6,7 +6,7 @@ from .conftest import CHUNK, PagedKv, prompt
 
 
 def test_the_hot_cache_is_right_after_every_buffer_was_reused(lmcache):
-    """Load from NVMe, let LMCache keep it, run many others through the same buffers, read it from the hot cache again."""
+    """Load from NVMe, let LMCache keep it, run others through the same buffers, read it from the hot cache."""
     tokens = prompt(4 * CHUNK)
     kv = PagedKv(len(tokens))
     first = lmcache(cpu_gib=0.1)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from .conftest import CHUNK, PagedKv, prompt
 
 
@@ -30,18 +32,32 @@ def test_a_gap_ends_the_answer(lmcache):
     assert one.lookup(tokens) == CHUNK
 
 
-def test_a_lookup_never_promises_more_than_the_ring_loads(lmcache):
-    """Without streaming, a hit is as long as the ring: what is promised is what is delivered."""
-    first, tokens, _ = stored(lmcache, 12)
+def test_a_hit_of_any_length_streams_through_a_small_ring(lmcache):
+    """Twelve chunks through a ring of a few slots: all promised, all delivered, bit for bit."""
+    first, tokens, kv = stored(lmcache, 12)
     first.close()
     small = lmcache(staging_mib=1)
+    assert small.backend._streams and 2 <= small.backend._slots < 12
+    assert small.lookup(tokens) == 12 * CHUNK
+    assert small.retrieve(tokens, kv) == 12 * CHUNK
+    assert all(torch.equal(a, b) for a, b in zip(kv.content(0), kv.content(1), strict=True))
+
+
+def test_whole_chunks_are_never_promised_beyond_the_ring(lmcache):
+    """Where LMCache cannot stream, what is promised is what the ring can hold at once."""
+    first, tokens, kv = stored(lmcache, 12)
+    first.close()
+    small = lmcache(staging_mib=1, save_unfull_chunk=True)
     slots = small.backend._slots
-    assert 2 <= slots < 12
-    kv = PagedKv(len(tokens))
-    assert small.lookup(tokens) == slots * CHUNK
-    promised = tokens[: slots * CHUNK]
-    assert small.retrieve(promised, PagedKv(len(promised))) == slots * CHUNK
-    assert kv.tokens == 12 * CHUNK
+    assert not small.backend._streams
+    assert small.lookup(tokens) == 0  # partial chunks are another namespace
+    small.store(tokens[: slots * CHUNK], kv)
+    small.settle()
+    for seed in (5, 6):
+        more = tokens[: slots * CHUNK] + prompt(2 * CHUNK, seed=seed)
+        small.store(more, PagedKv(len(more)), skip=slots * CHUNK, request=f"more{seed}")
+        small.settle()
+        assert small.lookup(more, request=f"again{seed}") == slots * CHUNK
 
 
 def test_pins_of_a_lookup_hold_until_they_are_given_back(lmcache):

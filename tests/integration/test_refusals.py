@@ -1,7 +1,7 @@
 """What the plugin refuses at start: the constructor fails with the reason, and nothing is left behind."""
 
-import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +10,10 @@ from lmcache_nvme_backend.doors.lmcache_backend import NvmeBackend
 from lmcache_nvme_backend.errors import ConfigError
 
 from .conftest import lmcache_config, lmcache_metadata
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def construct(path, **changes):
@@ -51,12 +55,12 @@ def test_a_ring_smaller_than_two_chunks_says_what_would_work(tmp_path, monkeypat
 def test_a_refused_start_leaves_no_thread_and_no_descriptor(tmp_path):
     """Everything opened before the error is closed again."""
     (tmp_path / "file").write_text("")
-    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    threads, fds = threading.active_count(), descriptors()
     for _ in range(5):
         with pytest.raises(ConfigError):
             construct(tmp_path / "file")
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) <= fds + 1
+    assert descriptors() <= fds + 1
 
 
 def test_every_adaptation_knows_the_installed_lmcache():

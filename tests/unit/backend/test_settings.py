@@ -19,7 +19,9 @@ def test_defaults_are_the_documented_ones():
 
 def test_keys_of_others_are_left_alone():
     """extra_config is shared: only nvme.* belongs to us."""
-    assert parse_settings({**GOOD, "lookup_backoff_time": 3, "storage_plugin.nvme.class_name": "NvmeBackend"}) == parse()
+    assert (
+        parse_settings({**GOOD, "lookup_backoff_time": 3, "storage_plugin.nvme.class_name": "NvmeBackend"}) == parse()
+    )
 
 
 @pytest.mark.parametrize("written, meant", [(True, "on"), (False, "off"), ("auto", "auto")])

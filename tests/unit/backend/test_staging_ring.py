@@ -9,7 +9,7 @@ from lmcache_nvme_backend.staging import StagingMemory, StagingRing
 
 @pytest.fixture
 def ring():
-    return StagingRing(StagingMemory(4 * 8192), chunk_bytes=5000)
+    return StagingRing(StagingMemory(5 * 8192), chunk_bytes=5000)  # four slots and the discard slot
 
 
 def test_slots_are_page_aligned_and_apart(ring):
@@ -18,8 +18,8 @@ def test_slots_are_page_aligned_and_apart(ring):
     assert ring.acquire() is None
     for slot in slots:
         assert len(slot.view) == ring.slot_bytes == 8192
-        slot.view[:] = bytes([slot.index]) * 8192
-    assert all(set(slot.view) == {slot.index} for slot in slots)
+        slot.view[:] = bytes([slot.offset // 8192]) * 8192
+    assert all(set(slot.view) == {slot.offset // 8192} for slot in slots)
     assert ring.memory.address % 4096 == 0
 
 
@@ -42,7 +42,7 @@ def test_a_waiter_gets_the_slot_that_comes_back(ring):
     waiter.start()
     ring.release(slots[2])
     waiter.join(timeout=30)
-    assert got[0].index == slots[2].index
+    assert got[0].offset == slots[2].offset
 
 
 def test_a_closed_ring_wakes_its_waiters_with_nothing(ring):

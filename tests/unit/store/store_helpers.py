@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import random
+import stat
 from pathlib import Path
 
 from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Hit, Namespace, PutResult, StoreSettings, digest_fields
@@ -64,18 +66,20 @@ def chunk_path(store: ChunkStore, key: ChunkKey) -> Path:
     return path
 
 
-def files_below(root: Path) -> dict[Path, int]:
-    """Every file under the root and its size, without what the store keeps about itself."""
-    own = ("account", "namespace.json")
-    return {
-        path: path.lstat().st_size
-        for path in root.rglob("*")
-        if path.is_file() and not path.is_symlink() and path.name not in own and path.parent.name != "sessions"
-    }
-
-
 def disk_bytes(root: Path) -> int:
-    return sum(files_below(root).values())
+    """Bytes of every file under the root, without what the store keeps about itself; files may come and go."""
+    total = 0
+    for directory, _, names in os.walk(root):
+        if directory.endswith("/v1/sessions"):
+            continue
+        for name in names:
+            if name not in ("account", "namespace.json"):
+                try:
+                    found = os.lstat(f"{directory}/{name}")
+                except FileNotFoundError:
+                    continue
+                total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return total
 
 
 def temporaries(root: Path) -> list[Path]:

@@ -83,6 +83,18 @@ def test_any_part_may_be_deleted_while_the_store_is_open(root, victim):
         assert len(session_files(root)) == 1
         with open_store(root, quota_chunks=4, namespace=OTHER_NAMESPACE) as other:
             assert other.usage().used_bytes == disk_bytes(root)
+            assert store.remove(prefix("after", 6)[-1])
+            assert other.usage().used_bytes == disk_bytes(root), "two stores, two accounts"
+
+
+def test_stores_join_the_account_that_another_one_has_made_anew(root):
+    """Deleted, and made again by a store that started since: two accounts would be two quotas."""
+    with open_store(root) as store:
+        put_prefix(store, prefix("before", 3))
+        (root / "v1" / "account").unlink()
+        with open_store(root, namespace=OTHER_NAMESPACE) as other:
+            assert put(store, prefix("after", 1)[0]) is PutResult.STORED
+            assert other.usage().used_bytes == store.usage().used_bytes == disk_bytes(root) == 4 * CHUNK_FILE
 
 
 @pytest.mark.parametrize("content", [b"", b"x", bytes(48), b"\xff" * 48, bytes(10_000)])

@@ -190,7 +190,9 @@ def test_close_waits_for_calls_in_flight(root, monkeypatch):
         while not store._closed:
             time.sleep(0)
         assert put(store, prefix("late", 1)[0]) is PutResult.CLOSED
-        assert not closing.done() and len(session_files(root)) == 1
+        with pytest.raises(TimeoutError):
+            closing.result(timeout=0.3)
+        assert len(session_files(root)) == 1
         go_on.set()
         assert in_flight.result() is PutResult.STORED
         closing.result()

@@ -1,0 +1,155 @@
+"""A prompt survives its engine: killed, started again, and beside another one on the same root."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from .conftest import CHUNK, Tiered, text
+
+PROMPT = text(700, seed=1)
+
+
+@pytest.fixture(scope="module")
+def life(start_engine, tmp_path_factory):
+    """One engine asked twice and killed in the middle of the day; at once two new ones on its root.
+
+    PYTHONHASHSEED is not set: under sha256_cbor the keys are stable without it.
+    """
+    root = tmp_path_factory.mktemp("root")
+    told = {}
+    with start_engine(root, env={"PYTHONHASHSEED": None}) as first:
+        told["cold"] = first.ask(PROMPT)
+        told["repeat"] = first.ask(PROMPT)
+        first.wait_stored()
+        told["first log"] = first.log()
+        first.engine.kill()
+    with ExitStack() as stack:
+        engines: list[Tiered | None] = [None, None]
+
+        def start(i: int) -> None:
+            engines[i] = stack.enter_context(start_engine(root, env={"PYTHONHASHSEED": None}))
+
+        threads = [threading.Thread(target=start, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert engines[0] is not None and engines[1] is not None
+        told["second"], told["third"] = engines
+        yield told
+
+
+def test_the_answer_is_the_same_cold_repeated_and_after_a_kill(life):
+    """Cold, from vLLM's own pool, and from disk after SIGKILL and an immediate new start: equal text."""
+    answer, tokens = life["second"].from_tier(PROMPT)
+    assert life["cold"].text == life["repeat"].text == answer.text
+    assert tokens >= 0.95 * answer.prompt_tokens // CHUNK * CHUNK > 0
+
+
+def test_two_engines_serve_from_one_root_at_the_same_time(life):
+    """The second engine of the same model finds what the dead one left, and what its neighbour stores now."""
+    answer, tokens = life["third"].from_tier(PROMPT)
+    assert answer.text == life["cold"].text and tokens > 0
+    fresh = text(500, seed=2)
+    stored = life["second"].ask(fresh)
+    life["second"].wait_stored()
+    answer, tokens = life["third"].from_tier(fresh)
+    assert answer.text == stored.text
+    assert tokens >= 4 * CHUNK
+
+
+def test_stable_keys_are_not_warned_about(life):
+    """With sha256_cbor and no PYTHONHASHSEED the keys survive, so nothing is said."""
+    assert "PYTHONHASHSEED is not set" not in life["first log"]
+
+
+DAMAGE = {
+    "removed": lambda path: path.unlink(),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "flipped": lambda path: path.write_bytes(_flipped(path.read_bytes())),
+}
+
+
+def _flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_chunk_damaged_between_lookup_and_load_is_recomputed(life, damage):
+    """The lookup has promised it; the load finds out; the request completes with the right text."""
+    engine = life["second"]
+    prompt = text(600, seed=10 + list(DAMAGE).index(damage))
+    before = set(engine.chunks())
+    right = engine.ask(prompt)
+    engine.wait_stored()
+    fresh = [path for path in engine.chunks() if path not in before]
+    assert len(fresh) >= 5
+    engine.forget()
+    DAMAGE[damage](fresh[2])
+    failed = engine.metric("kvtier_chunks_load_failed_total")
+    corrupt = engine.metric("kvtier_chunks_corrupt_total")
+    answer = engine.ask(prompt)
+    assert answer.text == right.text
+    assert engine.metric("kvtier_chunks_load_failed_total") == failed + 1
+    assert engine.metric("kvtier_chunks_corrupt_total") == corrupt + (damage != "removed")
+    engine.forget()
+    answer, tokens = engine.from_tier(prompt)
+    assert answer.text == right.text and tokens >= 5 * CHUNK
+
+
+def test_salts_do_not_share(life):
+    """cache_salt isolates tenants in vLLM's pool; the tier keeps them apart as well."""
+    engine, prompt = life["second"], text(500, seed=20)
+    salted = engine.ask(prompt, cache_salt="one")
+    engine.wait_stored()
+    engine.forget()
+    for salt, found in ({"cache_salt": "two"}, False), ({}, False), ({"cache_salt": "one"}, True):
+        engine.forget()
+        answer, tokens = engine.from_tier(prompt, **salt)
+        assert answer.text == salted.text
+        assert (tokens > 0) is found
+        engine.wait_stored()
+
+
+def test_the_engines_own_metrics_tell_what_the_tier_does(life):
+    """A scrape of /metrics, an hour later or now: hits, misses, drops, damage, bytes, room, and whether it serves."""
+    engine = life["second"]
+    metrics = engine.engine.metrics()
+    assert metrics.value("kvtier_chunks_hit_total", rank="0") > 0
+    assert metrics.value("kvtier_chunks_missed_total", rank="0") > 0
+    assert metrics.value("kvtier_chunks_dropped_total") == 0
+    assert metrics.value("kvtier_bytes_read_total") > 0
+    assert metrics.value("kvtier_bytes_written_total") > 0
+    assert metrics.value("kvtier_degraded") == 0
+    assert metrics.value("kvtier_quota_bytes") == 2 * 2**30
+    on_disk = sum(path.stat().st_size for path in engine.chunks())
+    assert 0 < on_disk <= engine.metric("kvtier_used_bytes") <= 2 * 2**30
+    assert metrics.value("vllm:num_requests_running") == 0
+
+
+def test_lmcache_holds_no_cpu_cache(life):
+    """No RAM is taken from the model: LMCache says so itself, and the staging ring is what it is."""
+    assert "No cpu memory is allocated" in life["first log"]
+    assert life["second"].engine.metrics().value("kvtier_staging_bytes") == 256 * 2**20
+
+
+def test_the_directory_is_private(life):
+    """KV encodes prompts."""
+    for path in [life["second"].root / "v1", *life["second"].root.glob("v1/**/*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_the_namespace_is_told_in_words(life):
+    """namespace.json says which model, layout and seed a folder belongs to; both lives had the same one."""
+    import json
+
+    (told,) = life["second"].root.glob("v1/*/namespace.json")
+    facts = json.loads(told.read_text())["facts"]
+    assert facts["model"].startswith("weights:") and facts["chunk_tokens"] == CHUNK
+    assert re.fullmatch(r"[0-9a-f]{16}", facts["none_hash"])
