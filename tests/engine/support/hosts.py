@@ -36,7 +36,14 @@ class Host(msgspec.Struct, frozen=True):
             "--kill-child",
             "--mount-proc",
         ]
-        return [*enter, "sh", "-c", f'mount -t tmpfs tmpfs /dev/shm && mount --bind "{self.tmp}" /tmp && exec "$@"', "sh", *words]
+        return [
+            *enter,
+            "sh",
+            "-c",
+            f'mount -t tmpfs tmpfs /dev/shm && mount --bind "{self.tmp}" /tmp && exec "$@"',
+            "sh",
+            *words,
+        ]
 
     def beside(self, pid: int, words: list[str]) -> list[str]:
         """Run a command beside the main process, whose process id (as seen from outside) is `pid`."""
