@@ -1,4 +1,4 @@
-"""The plan for two hosts, run on two: network, processes, /dev/shm and /tmp of their own, one rank of the model each."""
+"""The plan for two hosts, run on two: network, processes, /dev/shm and /tmp of their own, one rank each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tests.engine.support.fetch METHOD URL [JSON]`: one HTTP request from inside a namespace, its body on standard output."""
+"""`python -m tests.engine.support.fetch METHOD URL [JSON]`: a request from inside a namespace; prints its body."""
 
 from __future__ import annotations
 

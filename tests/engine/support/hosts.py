@@ -1,4 +1,4 @@
-"""Two hosts on one machine: a network, a process table, a /dev/shm and a /tmp each, and a cable between the networks."""
+"""Two hosts on one machine: network, process table, /dev/shm and /tmp of their own, and a cable between them."""
 
 from __future__ import annotations
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from kvtier.acid.client import document
+from kvtier.acid.client import Target, document
 from kvtier.acid.result import Clues, Step, Verdict, judge, pool_kept
 from kvtier.doctor.engine_checks import policy, running
 from kvtier.observe.rates import change, ram_fill, troubles
@@ -73,6 +76,10 @@ kvtier_bytes_read_total{rank="0"} 7
 # TYPE kvtier_degraded gauge
 kvtier_degraded{rank="0"} 1
 """
+
+
+NOBODY = "http://203.0.113.1:1"
+"""An address of the documentation range: no engine is there, and none on this host."""
 
 
 def seen(text: str = NATIVE, **changes: Any) -> Snapshot:
@@ -148,23 +155,21 @@ def test_watch_says_what_is_bad() -> None:
 def test_doctor_of_a_running_engine() -> None:
     """A degraded tier and one that stores and never serves fail; preemptions warn; flags get numbers."""
     box = facts("rtx-5090")
-    checks = {check.name: check for check in running(seen(), box, "http://203.0.113.1:1")}
+    found = running(seen(), box, NOBODY)
+    checks = {check.name: check for check in found}
     assert checks["tier"].status == "pass" and checks["hits"].status == "pass"
     assert checks["preemptions"].status == "warn"
-    assert "--gpu-memory-utilization 0.94 (is 0.88)" in checks["flags"].sentence or any(
-        "--gpu-memory-utilization 0.94 (is 0.88)" in check.sentence
-        for check in running(seen(), box, "http://203.0.113.1:1")
-    )
+    assert any("--gpu-memory-utilization 0.94 (is 0.88)" in check.sentence for check in found)
     never = {
         check.name: check
         for check in running(
             seen(external=(0, 60000), tokens={"local_compute": 60000, "local_cache_hit": 0, "external_kv_transfer": 0}),
             box,
-            "http://203.0.113.1:1",
+            NOBODY,
         )
     }
     assert never["hits"].status == "fail"
-    assert {check.name: check for check in running(seen(PLUGIN), box, "http://203.0.113.1:1")}["tier"].status == "fail"
+    assert {check.name: check for check in running(seen(PLUGIN), box, NOBODY)}["tier"].status == "fail"
 
 
 def test_failure_policy_from_a_command_line() -> None:
@@ -242,3 +247,40 @@ def test_root_of_an_address() -> None:
     assert {
         root_of(text) for text in ("http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/", "http://h:1/metrics")
     } == {"http://h:1"}
+
+
+def test_stream_is_cut_at_line_feeds_alone() -> None:
+    """A text with other line ends in it (NEL, line separator, form feed) does not break the stream's events."""
+    body = json.dumps({"choices": [{"text": "a\x85b\u2028c\x0cd"}]}, ensure_ascii=False)
+    usage = json.dumps({"choices": [], "usage": {"prompt_tokens": 3}})
+
+    class Engine(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer("application/json", json.dumps({"data": [{"id": "m", "max_model_len": 64}]}))
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self._answer("text/event-stream", f"data: {body}\n\ndata: {usage}\n\ndata: [DONE]\n\n")
+
+        def _answer(self, kind: str, text: str) -> None:
+            raw = text.encode()
+            self.send_response(200)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        target = Target(f"http://127.0.0.1:{server.server_port}")
+        assert (target.model, target.context) == ("m", 64)
+        assert target.ask([1, 2, 3]).prompt_tokens == 3
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

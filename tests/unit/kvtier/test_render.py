@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtier.render import examples
 from kvtier.render.formats import FORMATS, render
 from lmcache_nvme_backend.errors import ConfigError
+from tests.unit.kvtier import examples
 from tests.unit.kvtier.boxes import BOXES, UNIT, planned
 
 EXAMPLES = UNIT.parents[1] / "configs" / "examples"

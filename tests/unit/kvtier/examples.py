@@ -1,4 +1,7 @@
-"""The boxes and wishes whose rendered plans lie in configs/examples/, kept equal by a test."""
+"""The boxes and wishes whose rendered plans lie in configs/examples/, kept equal by a test.
+
+`python -m tests.unit.kvtier.examples` writes them again.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from kvtier.plan.decide import plan
 from kvtier.plan.result import Plan
 from kvtier.plan.wishes import Wishes
 from kvtier.render.formats import FORMATS, render
+from tests.unit.kvtier.boxes import UNIT
 
 _SUFFIX = {
     "args": "sh",
@@ -94,13 +98,9 @@ def files(example: Example, fixtures: Path) -> dict[str, str]:
     return found
 
 
-def write(fixtures: Path, target: Path) -> list[Path]:
-    """Write every example below `target`."""
-    written = []
-    for example in EXAMPLES:
-        for name, text in files(example, fixtures).items():
-            path = target / name
+if __name__ == "__main__":
+    for wanted in EXAMPLES:
+        for name, text in files(wanted, UNIT).items():
+            path = UNIT.parents[1] / "configs" / "examples" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-            written.append(path)
-    return written
