@@ -7,6 +7,8 @@ OVERLAYS := .cache/lmcache
 # The releases besides the installed one that the adaptations are tested against.
 OVERLAY_VERSIONS := 0.5.4 0.5.5
 PYTEST = $(VENV)/bin/python -m pytest
+# Quick ones first; a folder of tests/ that is not named here is not run.
+TESTS := $(addprefix tests/,unit integration engine)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-integration test-engine lint overlays clean
@@ -27,7 +29,7 @@ demo: $(READY)
 # One pytest for all of it, so that its summary is the last word; .ci/run reads the status that make would change to 2.
 test: $(READY) overlays
 	@mkdir -p .cache && rm -f .cache/pytest-status
-	@$(PYTEST) tests; status=$$?; echo $$status > .cache/pytest-status; exit $$status
+	@$(PYTEST) $(TESTS); status=$$?; echo $$status > .cache/pytest-status; exit $$status
 
 test-unit: $(READY)
 	@$(PYTEST) tests/unit
@@ -38,7 +40,7 @@ test-integration: $(READY) overlays
 test-engine: $(READY)
 	@$(PYTEST) tests/engine
 
-# test-proxy, test-patches and the like: one target a folder of tests/, as above.
+# test-proxy, test-patches and the like: a target as above, and the folder's name in TESTS.
 
 lint: $(READY)
 	@$(VENV)/bin/ruff check .

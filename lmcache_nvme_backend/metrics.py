@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -73,9 +73,10 @@ def serve_children() -> None:
         return
     from prometheus_client import REGISTRY, multiprocess
 
+    collector: Any = multiprocess.MultiProcessCollector
     directory = tempfile.mkdtemp(prefix="kvtier-metrics-")
     os.environ[DIRECTORY_VARIABLE] = directory
-    multiprocess.MultiProcessCollector(REGISTRY, path=directory)
+    collector(REGISTRY, path=directory)
     atexit.register(_remove, directory, os.getpid())
 
 
@@ -97,13 +98,14 @@ class MetricsExporter:
         directory = os.environ.get(DIRECTORY_VARIABLE)
         if not directory or not Path(directory).is_dir():
             return
-        from prometheus_client.mmap_dict import MmapedDict, mmap_key
+        from prometheus_client import mmap_dict
 
-        self._key = mmap_key
+        self._key: Any = mmap_dict.mmap_key
+        open_file: Any = mmap_dict.MmapedDict
         # The file's name is parsed as type_mode_id; an id of our own keeps it apart from prometheus_client's own files.
         self._files = {
-            "counter": MmapedDict(f"{directory}/counter_kvtier-{os.getpid()}-{rank}.db"),
-            "gauge": MmapedDict(f"{directory}/gauge_mostrecent_kvtier-{os.getpid()}-{rank}.db"),
+            "counter": open_file(f"{directory}/counter_kvtier-{os.getpid()}-{rank}.db"),
+            "gauge": open_file(f"{directory}/gauge_mostrecent_kvtier-{os.getpid()}-{rank}.db"),
         }
         self._export()
         self._thread = threading.Thread(target=self._run, name="kvtier-metrics", daemon=True)

@@ -23,7 +23,7 @@ def fetch(folder: Path, version: str) -> Path:
     print(f"fetching LMCache {version}, once (20 MB) …", flush=True)
     part = Path(tempfile.mkdtemp(prefix=f".{version}.part-", dir=folder))
     try:
-        command = [sys.executable, "-m", "pip", "--no-input", "-q", "download", "--no-deps", "--only-binary=:all:"]
+        command = [sys.executable, "-m", "pip", "--no-input", "-qq", "download", "--no-deps", "--only-binary=:all:"]
         subprocess.run([*command, "--dest", str(part / "wheel"), f"lmcache=={version}"], check=True)
         (wheel,) = (part / "wheel").glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:

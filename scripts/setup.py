@@ -7,6 +7,7 @@ environment that a failed or interrupted run left behind has no stamp and is bui
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import shutil
 import signal
@@ -119,7 +120,17 @@ def step(what: str, command: list[str], log: Path, may_fail: bool = False) -> bo
     with log.open("ab") as out:
         out.write(f"\n$ {' '.join(command)}\n".encode())
         out.flush()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
+        # A shell's PYTHONPATH would let pip see, and the check import, what is not in the environment.
+        env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=env,
+            start_new_session=True,
+        )
         try:
             for beat in itertools.count(1):
                 try:
@@ -128,8 +139,8 @@ def step(what: str, command: list[str], log: Path, may_fail: bool = False) -> bo
                 except subprocess.TimeoutExpired:
                     print(f"setup:   {15 * beat} s: {last_line(log)}", flush=True)
         finally:
-            if process.poll() is None:
-                process.terminate()
+            if process.poll() is None:  # An interrupt: end it and what it started, venv's ensurepip for one.
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if process.returncode == 0 or may_fail:
         print(f"setup:   {time.monotonic() - began:.0f} s", flush=True)

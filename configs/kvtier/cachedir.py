@@ -41,6 +41,15 @@ def require_space(path: Path, needed: int, purpose: str) -> None:
         )
 
 
+def own_folder(kind: str) -> Path:
+    """A new folder in the cache directory for this process; those of its kind whose process is gone are removed."""
+    for folder in cache_dir().glob(f"{kind}-*"):
+        pid = folder.name.removeprefix(f"{kind}-").partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{kind}-{os.getpid()}-", dir=cache_dir()))
+
+
 @contextmanager
 def _locked(lock: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold `lock`; it is gone with the process that held it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from kvtier.cachedir import cache_dir, require_space
+from kvtier.cachedir import cache_dir, own_folder, require_space
 from kvtier.document import QUESTION, lighthouse_log
 from kvtier.engine import Engine, EngineRequestError, EngineSpec
 from kvtier.examples import example
@@ -121,26 +120,27 @@ def _prompt(options: DemoOptions) -> str:
 
 @contextmanager
 def _nvme_folder(options: DemoOptions, say: Callable[[str], None]) -> Iterator[Path]:
-    """The tier's folder: the person's, or a new one beside the cache directory, which is on a disk and not in RAM."""
+    """The tier's folder: the person's, or a new one in the cache directory, which is on a disk and not in RAM."""
     if options.nvme is not None:
         options.nvme.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield options.nvme.absolute()
         return
     require_space(cache_dir(), QUOTA_GIB << 30, "the demo's chunks")
-    folder = Path(tempfile.mkdtemp(prefix="demo-nvme-", dir=cache_dir()))
+    folder = own_folder("demo-nvme")
     try:
         yield folder
     finally:
         if options.keep:
-            say(f"kept: {folder}")
+            kept = folder.rename(folder.with_name(f"kept-{folder.name}"))
+            say(f"the chunks are kept in {kept}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _work_folder(say: Callable[[str], None]) -> Iterator[Path]:
-    """Where the configuration and the engines' logs lie; kept where the run failed."""
-    folder = Path(tempfile.mkdtemp(prefix="demo-log-", dir=cache_dir()))
+    """Where the configuration and the engines' logs lie; after a failure they stay until the next demo."""
+    folder = own_folder("demo-log")
     try:
         yield folder
     except Exception:

@@ -71,7 +71,10 @@ class Report(msgspec.Struct, frozen=True):
                 f"NVMe; {wanted} should have."
             )
         if cold.tokens_from_nvme:
-            faults.append(f"The cold step already found {cold.tokens_from_nvme} tokens on NVMe, so it was not cold.")
+            faults.append(
+                f"The cold step already found {cold.tokens_from_nvme} tokens on NVMe, so it was not cold: "
+                "give it an empty folder."
+            )
         faults += [
             f"The text of step {step.name} differs from the cold one's: {step.text!r} and {cold.text!r}."
             for step in self.steps

@@ -60,7 +60,7 @@ def _model_identity(settings: NvmeSettings, metadata: Any, vllm_config: Any | No
         ) from e  # fmt: skip
     load_format = str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
     # Dummy weights come from the seed, not from the files.
-    return f"{identity}+dummy:{model_config.seed}" if load_format.endswith("dummy") else identity
+    return f"{identity}+dummy:{getattr(model_config, 'seed', None)}" if load_format.endswith("dummy") else identity
 
 
 def _vllm_facts(vllm_config: Any) -> dict[str, Fact]:

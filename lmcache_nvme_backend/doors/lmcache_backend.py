@@ -42,7 +42,7 @@ STREAMING_CONNECTORS = ("CpuBlockConnector", "VLLMPagedMemGPUConnectorV2", "VLLM
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
 
-class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
+class NvmeBackend(AllocatorBackendInterface):
     """Chunks on NVMe behind LMCache's allocator interface.
 
     Beside a ``LocalCPUBackend`` it allocates from that one, since LMCache keeps what is loaded in that cache.
@@ -387,7 +387,7 @@ class NvmeBackend(AllocatorBackendInterface):  # type: ignore[misc]
 
     def clear(self) -> int:
         """Remove this namespace's chunks. Returns tokens, as LMCache counts them."""
-        return self.store.clear() * self._chunk_tokens
+        return int(self.store.clear() * self._chunk_tokens)
 
     def _values(self) -> dict[str, Any]:
         stats, usage, ring = self.store.stats, self.store.usage(), self._allocator and self._allocator.ring

@@ -43,6 +43,8 @@ def _metadata(shapes: list[torch.Size], dtypes: list[torch.dtype], fmt: Any, cap
 class SlotMemoryObj(TensorMemoryObj):
     """A chunk in a slot of its own. Its last reference gives the slot back; so does its finaliser."""
 
+    raw_data: torch.Tensor
+
     def __init__(self, slot: Slot, raw: torch.Tensor, metadata: MemoryObjMetadata, allocator: RingAllocator) -> None:
         super().__init__(raw, metadata, allocator)
         self.slot = slot
@@ -81,6 +83,7 @@ class StreamedMemoryObj(TensorMemoryObj):
         allocator: RingAllocator,
     ) -> None:
         self._take, self._let_go = take, let_go
+        self.target: Any = None  # of a store: what the saver knows of this chunk
         super().__init__(None, metadata, allocator)
 
     @property

@@ -44,7 +44,7 @@ class StoreTarget:
         return self._obj() if self._obj is not None else None
 
     def belongs_to(self, obj: StreamedMemoryObj) -> None:
-        obj.target = self  # type: ignore[attr-defined]
+        obj.target = self
         self._obj = weakref.ref(obj)
 
 
@@ -149,6 +149,8 @@ class ChunkSaver:
         ring = self._allocator.ring
         if target.slot is not None:
             return target.slot
+        if target.handed:
+            return ring.discard
         if call.filling is not None and call.filling is not target:
             self._hand_over(call.filling)
         call.filling = target
@@ -180,7 +182,17 @@ class ChunkSaver:
             return None
         target.handed = True
         view = target.slot.view[: obj.get_size()]
-        return self._submit(target.key, target.digest, obj, view, target.depth, target.request, on_complete)
+        # LMCache refers to the object until the whole step is copied; its slot is free as soon as the chunk is written.
+        return self._submit(
+            target.key,
+            target.digest,
+            obj,
+            view,
+            target.depth,
+            target.request,
+            on_complete,
+            lambda: self._let_go(target),
+        )
 
     # -- put ----------------------------------------------------------------------------------------------------------
 
@@ -226,6 +238,7 @@ class ChunkSaver:
         depth: int,
         request: StoreRequest,
         on_complete: Callback | None,
+        written: Callable[[], None] = lambda: None,
     ) -> Future[None] | None:
         parent = self.book.parent(digest) or request.last
         request.last = digest
@@ -238,9 +251,10 @@ class ChunkSaver:
             self._in_flight.add(digest)
         obj.ref_count_up()
         try:
-            return self._pool.submit(self._write, key, digest, obj, view, depth, parent, request, on_complete)
+            return self._pool.submit(self._write, key, digest, obj, view, depth, parent, request, on_complete, written)
         except RuntimeError:  # the pool was shut down between the check and here
             self.dropped.add("closed")
+            written()
             self._written(digest, obj)
             return None
 
@@ -254,6 +268,7 @@ class ChunkSaver:
         parent: ChunkKey | None,
         request: StoreRequest,
         on_complete: Callback | None,
+        written: Callable[[], None],
     ) -> None:
         stored = False
         try:
@@ -274,6 +289,7 @@ class ChunkSaver:
             self.dropped.add("internal error")
             logger.exception("lmcache_nvme_backend: storing a chunk failed")
         finally:
+            written()
             self._written(digest, obj)
         if stored and on_complete is not None:
             try:

@@ -189,7 +189,8 @@ class ReadStream:
         if reading is None or reading.done() or reading.cancel():
             self._ring.release(slot)
         else:  # the drive still writes into it
-            reading.add_done_callback(lambda _, ring=self._ring: ring.release(slot))
+            ring = self._ring
+            reading.add_done_callback(lambda _: ring.release(slot))
 
 
 def _succeeded(reading: Future[bool]) -> bool:

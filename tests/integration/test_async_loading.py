@@ -33,7 +33,7 @@ def test_async_lookup_and_load_bring_the_leading_chunks(lmcache):
 
 def test_streams_that_wait_give_their_slots_to_the_one_that_runs(lmcache):
     """Several prefetched requests hold the whole ring; the one that is consumed takes slots back, and all end right."""
-    one = lmcache(staging_mib=1)
+    one = lmcache(staging_mib=1, store_wait_ms=30_000)
     prompts = [prompt(6 * CHUNK, seed=seed) for seed in range(20, 24)]
     kvs = [PagedKv(6 * CHUNK, seed=seed) for seed in range(20, 24)]
     for i, (tokens, kv) in enumerate(zip(prompts, kvs, strict=True)):
@@ -49,6 +49,7 @@ def test_streams_that_wait_give_their_slots_to_the_one_that_runs(lmcache):
 
     waiting = asyncio.run(prefetch())
     for objs, kv in reversed(list(zip(waiting, kvs, strict=True))):
+        assert len(objs) == 6
         with torch.inference_mode():
             for i, obj in enumerate(objs):
                 one.engine.gpu_connector.to_gpu(

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from kvtier import cachedir
-from kvtier.cachedir import built_once, cache_dir, require_space
+from kvtier.cachedir import built_once, cache_dir, own_folder, require_space
 from lmcache_nvme_backend.errors import ConfigError
 
 
@@ -80,3 +80,13 @@ def test_two_at_once_build_it_once(tmp_path, monkeypatch):
     first.join(20)
     assert len(built) == 1 and waited == [True]
     assert cachedir.built_once(tmp_path / "model", build) == tmp_path / "model"
+
+
+def test_folders_of_processes_that_are_gone_are_removed(monkeypatch, tmp_path):
+    """A killed demo leaves its chunks behind; the next one removes them, and nobody else's."""
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
+    code = "from kvtier.cachedir import own_folder; print(own_folder('demo-nvme'), own_folder('other'))"
+    gone = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert sorted(str(p) for p in tmp_path.iterdir()) == sorted(gone)
+    first, second = own_folder("demo-nvme"), own_folder("demo-nvme")
+    assert sorted(str(p) for p in tmp_path.iterdir()) == sorted([str(first), str(second), gone[1]])

@@ -9,11 +9,17 @@ import pytest
 from kvtier.process import KeptProcess
 from tests.processes import nothing_left
 
-# A command that starts a child which leaves the session and ignores every polite signal, and says when it is there.
-STUBBORN_TREE = """
+# A child that ignores every polite signal and says when it is there, and a command that starts it out of its session.
+STUBBORN_CHILD = """
+import signal, time
+for number in (1, 2, 15):
+    signal.signal(number, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(600)
+"""
+STUBBORN_TREE = f"""
 import subprocess, sys, time
-child = "import signal, time\\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\\nprint('up', flush=True)\\ntime.sleep(600)"
-subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", {STUBBORN_CHILD!r}], start_new_session=True)
 time.sleep(600)
 """
 
