@@ -39,6 +39,8 @@ URL = "http://127.0.0.1:8000"
 PROMPT = [20 + (7 * index) % 220 for index in range(600)]
 STORED = 512
 """Two chunks of 256."""
+RECOVERED = "Recovered from KV load failure: 1 request(s) rescheduled"
+"""What vLLM's scheduler says when it recomputes. (Its metrics count the tokens that were promised.)"""
 
 
 class Running(msgspec.Struct):
@@ -162,17 +164,15 @@ def test_each_rank_stores_on_its_own_host_and_serves(two: Pair) -> None:
 
 
 def test_lost_cache_of_one_host_is_recomputed(two: Pair) -> None:
-    """With rank 1's chunks deleted the request completes, computed anew, with the same text."""
+    """With rank 1's chunks deleted, rank 0's scheduler hears of the failed load and recomputes: the same text."""
     two.forget()
     expected = two.ask()
+    assert RECOVERED not in two.ranks[0].process.log.read_text()
     for path in two.chunks(1):
         path.unlink()
-    before = two.metrics()
     two.forget()
     assert two.ask() == expected
-    after = two.metrics()
-    assert after.computed - before.computed >= len(PROMPT) - STORED
-    assert after.load_failures > before.load_failures or after.computed - before.computed > len(PROMPT) - STORED
+    assert RECOVERED in two.ranks[0].process.log.read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

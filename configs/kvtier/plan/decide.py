@@ -47,6 +47,7 @@ def _decide(draft: Draft) -> None:
     _refuse_allocator(draft)
     _common_arguments(draft)
     speculation.arguments(draft)
+    _advise(draft)
     if draft.geometry.attention_free:
         draft.say(
             "no-kv-to-keep", Effect.CHOSE, "no layer of this model keeps KV for a token, so a tier would hold nothing."
@@ -60,7 +61,6 @@ def _decide(draft: Draft) -> None:
     else:
         _cpu(draft)
     speculation.patches(draft)
-    _advise(draft)
     draft.estimates = estimates(draft)
 
 

@@ -213,3 +213,13 @@ def test_nodes_are_parsed_and_checked() -> None:
     ]
     with pytest.raises(ConfigError, match="--nodes"):
         wishes.nodes("2")
+
+
+def test_advice_reaches_every_host() -> None:
+    """What a start-up log decides is in the arguments of every host."""
+    from kvtier.plan.advice import EngineFigures
+
+    figures = EngineFigures(source="log", pool_tokens=300_000, context=131072, max_num_seqs=64)
+    plan = planned("dgx-spark-pair", "qwen3-gqa", figures=figures)
+    for node in plan.nodes:
+        assert node.vllm_args[node.vllm_args.index("--max-num-seqs") + 1] == "9"
