@@ -84,7 +84,7 @@ def take(metrics: Metrics) -> Snapshot:
         running=int(value("vllm:num_requests_running")),
         waiting=_waiting(metrics),
         pool_usage=value("vllm:kv_cache_usage_perc"),
-        tokens={source: int(value("vllm:prompt_tokens_by_source_total", source=source)) for source in _SOURCES},
+        tokens=_tokens(metrics),
         cached={
             source: int(value("vllm:prompt_tokens_cached_by_source_total", source=source)) for source in _CACHED_SOURCES
         },
@@ -170,6 +170,15 @@ def _figures(info: dict[str, str], metrics: Metrics) -> EngineFigures:
         preemptions=int(metrics.value("vllm:num_preemptions_total")),
         waiting_for_capacity=int(metrics.value("vllm:num_requests_waiting_by_reason", reason="capacity")),
     )
+
+
+def _tokens(metrics: Metrics) -> dict[str, int]:
+    """Prompt tokens by source; before that metric, by the hit counters (which count tokens too) and what they leave."""
+    if metrics.get("vllm:prompt_tokens_by_source_total") is not None:
+        return {source: int(metrics.value("vllm:prompt_tokens_by_source_total", source=source)) for source in _SOURCES}
+    pool, tier = (int(metrics.value(f"vllm:{kind}_hits_total")) for kind in ("prefix_cache", "external_prefix_cache"))
+    computed = max(int(metrics.value("vllm:prompt_tokens_total")) - pool - tier, 0)
+    return dict(zip(_SOURCES, (computed, pool, tier), strict=True))
 
 
 def _waiting(metrics: Metrics) -> dict[str, int]:

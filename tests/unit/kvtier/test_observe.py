@@ -104,6 +104,28 @@ def test_snapshot_of_this_projects_tier() -> None:
     assert snapshot.loaded_bytes == snapshot.disk_read_bytes == 7
 
 
+def test_older_engines_tell_tokens_by_hit_counters() -> None:
+    """Without the metric by source, the hit counters leave what was computed; the older byte counters are read."""
+    old = """
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc 0.1
+# TYPE vllm:prompt_tokens counter
+vllm:prompt_tokens_total 1000
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total 300
+# TYPE vllm:external_prefix_cache_hits counter
+vllm:external_prefix_cache_hits_total 500
+# TYPE vllm:kv_offload_total_bytes counter
+vllm:kv_offload_total_bytes_total{transfer_type="GPU_to_CPU"} 9
+vllm:kv_offload_total_bytes_total{transfer_type="CPU_to_GPU"} 4
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1
+"""
+    snapshot = seen(old)
+    assert snapshot.tokens == {"local_compute": 200, "local_cache_hit": 300, "external_kv_transfer": 500}
+    assert (snapshot.stored_bytes, snapshot.loaded_bytes, snapshot.figures.pool_tokens) == (9, 4, 1600)
+
+
 def test_change_between_two_looks() -> None:
     """Shares and rates are of what moved in between; a restart's counters begin anew."""
     before = seen(at=10.0)

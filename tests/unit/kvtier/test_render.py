@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,17 @@ def test_systemd_reads_back(example: examples.Example, rank: int) -> None:
     back = [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(line.removeprefix("ExecStart="))]
     assert back == ["/usr/bin/env", *words(example, rank)]
     assert "LimitMEMLOCK=infinity" in unit and "TimeoutStopSec=" in unit
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@each_example
+def test_systemd_accepts_the_unit(example: examples.Example, rank: int, tmp_path: Path) -> None:
+    """systemd's own checker has nothing to say about the unit."""
+    unit = tmp_path / "vllm.service"
+    unit.write_text(render(examples.make(example, UNIT), "systemd", rank))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(unit) not in done.stderr
 
 
 @each_example
