@@ -12,16 +12,15 @@ import typer
 
 from kvtier.commands.common import EXIT_FAILED, JsonOption, errors, user_errors
 from kvtier.commands.planning import with_planning_options
-from kvtier.detect import software
 from kvtier.doctor.checks import Check, Status
 from kvtier.doctor.plan_checks import before_start
 from kvtier.facts import Facts
 from kvtier.launch import run, sweep
 from kvtier.launch.follow import Follower
+from kvtier.launch.patching import apply_needed
 from kvtier.launch.prepare import Start, prepare
 from kvtier.plan.decide import plan as decide
 from kvtier.plan.result import Plan
-from kvtier.plan.speculation import APPLIED
 from kvtier.plan.wishes import Wishes
 from kvtier.units import count, gib
 
@@ -57,7 +56,9 @@ def launch(
 ) -> None:
     """Plan for MODEL, check, and start vLLM. Its exit code is vLLM's; 1 where a check fails before the start."""
     if apply_patches and not dry_run:
-        facts = _apply(decide(facts, model, wishes), facts)
+        facts, done = apply_needed(decide(facts, model, wishes), facts)
+        for line in done:
+            _say(line, "dim")
     made = decide(facts, model, wishes)
     _stop_on(before_start(facts, made, os.environ), explain=made)
     start = prepare(made, vllm_args or [], os.environ, rank)
@@ -123,23 +124,6 @@ def _stop_on(checks: list[Check], explain: Plan) -> None:
             )
     if any(check.status is Status.FAIL for check in checks):
         raise typer.Exit(EXIT_FAILED)
-
-
-def _apply(plan: Plan, facts: Facts) -> Facts:
-    """Apply what the plan needs, and the facts as they are afterwards."""
-    import kvpatches
-
-    needed = [patch.name for patch in plan.patches if patch.state not in APPLIED]
-    if not needed:
-        return facts
-    for outcome in kvpatches.apply(needed):
-        _say(
-            f"patched {outcome.file}: {', '.join(outcome.patches)}"
-            if outcome.changed
-            else f"{outcome.file} needs nothing",
-            "dim",
-        )
-    return msgspec.structs.replace(facts, patches=software.patch_states())
 
 
 def _say(text: str, style: str) -> None:
