@@ -9,10 +9,7 @@ overwrites it.
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+
+from lmcache_nvme_backend.run_directory import make_run_directory
 
 DIRECTORY_VARIABLE = "KVTIER_METRICS_DIR"
 EXPORT_INTERVAL_S = 0.25  # a scrape is at most this old; an export is some twenty stores into an mmap
@@ -74,15 +73,9 @@ def serve_children() -> None:
     from prometheus_client import REGISTRY, multiprocess
 
     collector: Any = multiprocess.MultiProcessCollector
-    directory = tempfile.mkdtemp(prefix="kvtier-metrics-")
+    directory = str(make_run_directory())
     os.environ[DIRECTORY_VARIABLE] = directory
     collector(REGISTRY, path=directory)
-    atexit.register(_remove, directory, os.getpid())
-
-
-def _remove(directory: str, owner: int) -> None:
-    if os.getpid() == owner:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 class MetricsExporter:

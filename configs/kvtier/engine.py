@@ -25,7 +25,7 @@ KV_TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_l
 _PORT_TRIES = 5
 _READY_POLL_S = 0.2
 # What a person's shell may carry that would make two runs differ; the spec's own `env` is applied after.
-_DROPPED_PREFIXES = ("LMCACHE_", "VLLM_", "KVTIER_METRICS_DIR", "PROMETHEUS_MULTIPROC_DIR", "PYTHONHASHSEED")
+_DROPPED_PREFIXES = ("LMCACHE_", "VLLM_", "KVTIER_", "PROMETHEUS_MULTIPROC_DIR", "PYTHONHASHSEED")
 
 
 class EngineStartError(RuntimeError):

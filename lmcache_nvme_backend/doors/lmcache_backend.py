@@ -371,6 +371,11 @@ class NvmeBackend(AllocatorBackendInterface):
             return objs + [None] * (len(keys) - len(objs))
         return self.loader.load(digests, len(keys))
 
+    def get_non_blocking(self, key: Any, location: str | None = None) -> Future[Any] | None:
+        """A future of the chunk's object (``None`` in it where the load fails); ``None`` where there is no slot now."""
+        loads = self.loader.start(self._digests([key]), 0.0)
+        return loads[0] if loads else None
+
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[Any], transfer_spec: Any = None) -> list[Any]:
         """The leading chunks that could be loaded: fewer where they are held whole and the ring is full."""
         digests = self._digests(keys)

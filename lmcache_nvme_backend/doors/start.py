@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import atexit
 import logging
-import multiprocessing
 import os
 import sys
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lmcache_nvme_backend.errors import ConfigError
+from lmcache_nvme_backend.run_directory import make_run_directory, run_directory
 
-REPORT_VARIABLE = "KVTIER_START_REPORT"
+_REPORT = "start-refused"
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
 _failure: Exception | None = None
@@ -52,11 +52,9 @@ def describe(error: BaseException | str) -> str:
 def refuse(error: BaseException | str) -> StartRefused:
     """The exception to raise; its reason also goes to the front process."""
     reason = describe(error)
-    if report := os.environ.get(REPORT_VARIABLE):
-        try:
-            Path(report).write_text(reason + "\n")
-        except OSError:
-            pass  # the traceback says it as well
+    if (directory := run_directory()) is not None:
+        with suppress(OSError):  # the traceback says it as well
+            (directory / _REPORT).write_text(reason + "\n")
     return StartRefused(reason)
 
 
@@ -83,22 +81,13 @@ _degraded: dict[int, Any] = {}
 
 
 def open_report() -> None:
-    """In the front process: make the file that children write, and print it at the very end."""
-    if multiprocessing.parent_process() is not None or REPORT_VARIABLE in os.environ:
-        return
-    fd, path = tempfile.mkstemp(prefix="kvtier-start-")
-    os.close(fd)
-    os.environ[REPORT_VARIABLE] = path
-    atexit.register(_print_report, Path(path), os.getpid())
+    """In the front process: print at the very end what a child will have written by then."""
+    # Registered after the directory's own removal, so it runs before that.
+    atexit.register(_print_report, make_run_directory() / _REPORT, os.getpid())
 
 
 def _print_report(path: Path, owner: int) -> None:
     if os.getpid() != owner:
         return
-    try:
-        reason = path.read_text()
-        path.unlink()
-    except OSError:
-        return
-    if reason:
-        print(reason, end="", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(path.read_text(), end="", file=sys.stderr, flush=True)

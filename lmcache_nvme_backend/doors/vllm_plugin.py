@@ -116,6 +116,9 @@ def _from_command_line() -> dict[str, Any]:
 def check_front(config: dict[str, Any]) -> None:
     """What can be known without an engine. Called again, on LMCache's own objects, where the plugin is constructed."""
     from lmcache_nvme_backend.doors.refusals import check_lmcache
+    from lmcache_nvme_backend.store import StoreSettings
+    from lmcache_nvme_backend.store.opening import check_root
 
-    parse_settings(config.get("extra_config"))
+    settings = parse_settings(config.get("extra_config"))
     check_lmcache(config.get)
+    check_root(Path(settings.path), StoreSettings(settings.quota_bytes))

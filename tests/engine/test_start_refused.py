@@ -1,4 +1,7 @@
-"""A tier that cannot work ends the start with its reason as the last lines; `degrade` says so and shows it."""
+"""A tier that cannot work ends the start with its reason as the last lines; `degrade` says so and shows it.
+
+None of them hangs: an engine that ended would not come back from `refused` otherwise before the test's own timeout.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import fcntl
 import pytest
 
 from .conftest import refused, text
-
-BOUND_S = 60
 
 
 def last_lines(told: str) -> str:
@@ -26,10 +27,9 @@ def last_lines(told: str) -> str:
 )
 def test_a_bad_setting_ends_the_start_in_the_front_process(start_engine, tmp_path, changes, setting):
     """Before anything is loaded: the reason names the setting and is the last thing printed."""
-    told, seconds = refused(start_engine, tmp_path, **changes)
+    told = refused(start_engine, tmp_path, **changes)
     assert setting in last_lines(told)
     assert "lmcache_nvme_backend: the start was refused" in last_lines(told)
-    assert seconds < BOUND_S
 
 
 def test_what_only_a_worker_can_know_ends_the_start_too(start_engine, tmp_path):
@@ -37,16 +37,14 @@ def test_what_only_a_worker_can_know_ends_the_start_too(start_engine, tmp_path):
     (tmp_path / "v1").mkdir(mode=0o700)
     with (tmp_path / "v1/account").open("w+b") as account:
         fcntl.flock(account, fcntl.LOCK_EX)
-        told, seconds = refused(start_engine, tmp_path, lock_wait_s=1)
+        told = refused(start_engine, tmp_path, lock_wait_s=1)
     assert "nvme.lock_wait_s" in last_lines(told)
-    assert seconds < BOUND_S
 
 
 def test_a_failure_policy_that_kills_requests_is_refused(start_engine, tmp_path):
     """vLLM's default is `fail`: a chunk that cannot be read would end its request."""
-    told, seconds = refused(start_engine, tmp_path, transfer={"kv_load_failure_policy": "fail"})
+    told = refused(start_engine, tmp_path, transfer={"kv_load_failure_policy": "fail"})
     assert "kv_load_failure_policy" in last_lines(told) and "recompute" in last_lines(told)
-    assert seconds < BOUND_S
 
 
 def test_degrade_serves_without_the_tier_and_shows_it(start_engine, tmp_path):

@@ -60,6 +60,19 @@ def test_streams_that_wait_give_their_slots_to_the_one_that_runs(lmcache):
         assert all(torch.equal(a, b) for a, b in zip(kv.content(0), kv.content(1), strict=True))
 
 
+def test_a_single_load_can_be_waited_for_later(lmcache):
+    """get_non_blocking answers with a future of the object."""
+    one = lmcache()
+    tokens = prompt(2 * CHUNK)
+    kv = PagedKv(len(tokens))
+    one.store(tokens, kv)
+    one.settle()
+    known, unknown = [key for _, _, key in one.engine.token_database.process_tokens(tokens[:CHUNK] + prompt(CHUNK))]
+    obj = one.engine.storage_manager.get_non_blocking(known).result(30)
+    assert bytes(obj.byte_array) == bytes(one.backend.get_blocking(known).byte_array)
+    assert one.engine.storage_manager.get_non_blocking(unknown).result(30) is None
+
+
 def test_a_full_ring_gives_a_shorter_answer_not_a_wait(lmcache):
     """Where chunks are held whole, the event loop is never blocked on slots that other requests hold."""
     one = lmcache(staging_mib=1, save_unfull_chunk=True)
