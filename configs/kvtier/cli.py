@@ -8,6 +8,7 @@ from types import FrameType
 
 import typer
 
+from kvtier.commands import acid_test, detect, doctor, launch, plan, render, watch
 from kvtier.commands.demo import demo
 
 app = typer.Typer(
@@ -17,6 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+for _command in (detect, plan, render, launch, doctor, acid_test, watch):
+    _command.register(app)
 
 _INTERRUPTED = 130
 

@@ -1,0 +1,1 @@
+vllm serve Qwen/Qwen3-32B --max-model-len 131072 --kv-cache-dtype fp8 --tensor-parallel-size 2 --enable-prefix-caching --kv-cache-memory-bytes 80530636800 --distributed-executor-backend mp --nnodes 2 --node-rank 0 --master-addr 192.168.100.1 --master-port 29501 --kv-transfer-config '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'

@@ -1,0 +1,1 @@
+"""Would it work, and does it: checks as data, each with the command that mends it."""

@@ -1,0 +1,1 @@
+"""Start vLLM from a plan: arguments merged, leaked maps swept, log followed, signals passed on."""

@@ -1,0 +1,1 @@
+"""A plan as files and text for the things that start engines."""

@@ -1,0 +1,1 @@
+"""A live view of one or more engines."""

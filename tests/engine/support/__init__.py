@@ -1,0 +1,1 @@
+"""What the engine tests share: an installed plugin, a tiny model, tiering on the CPU."""

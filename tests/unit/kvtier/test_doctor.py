@@ -1,0 +1,119 @@
+"""Doctor without an engine: checks of a plan, and whether an environment reached a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvtier.doctor import engine_env
+from kvtier.doctor.plan_checks import before_start
+from kvtier.facts import Facts, Versions
+from lmcache_nvme_backend.errors import ConfigError
+from tests.unit.kvtier.boxes import facts, planned
+
+
+def statuses(box: Facts, model: str, environment: dict[str, str] | None = None, **wishes: object) -> dict[str, str]:
+    return {
+        check.name: check.status.value for check in before_start(box, planned(box, model, **wishes), environment or {})
+    }
+
+
+def test_needed_patch_fails_with_its_command() -> None:
+    """A patch that is needed and not applied fails, with the command; applied, it passes."""
+    box = msgspec.structs.replace(facts("arc-pro-b70"), patches={"vllm-52771": "needed", "vllm-52807": "applied"})
+    checks = {
+        check.name: check for check in before_start(box, planned(box, "qwen3_5-hybrid-mtp", spec="mtp", ram_gib=16), {})
+    }
+    assert checks["patch vllm-52771"].status == "fail"
+    assert "kvpatches apply vllm-52771" in (checks["patch vllm-52771"].fix or "")
+    assert checks["patch vllm-52807"].status == "pass"
+
+
+def test_refusal_fails_with_the_remount_command() -> None:
+    """A refused plan fails by the name of its rule, with the command that mends it."""
+    box = facts("container-small-shm")
+    check = next(check for check in before_start(box, planned(box, "qwen3-gqa"), {}) if check.name == "shm-too-small")
+    assert check.status == "fail" and "--ipc=host" in (check.fix or "")
+
+
+def test_versions_are_checked() -> None:
+    """No vLLM fails; an untested LMCache warns; a missing one fails."""
+    box = facts("dgx-spark")
+    assert statuses(msgspec.structs.replace(box, versions=Versions()), "qwen3-gqa")["vllm"] == "fail"
+    assert statuses(msgspec.structs.replace(box, versions=Versions(vllm="0.32.0")), "qwen3-gqa")["lmcache"] == "fail"
+    assert (
+        statuses(msgspec.structs.replace(box, versions=Versions(vllm="0.32.0", lmcache="0.4.9")), "qwen3-gqa")[
+            "lmcache"
+        ]
+        == "warn"
+    )
+
+
+def test_filtered_plugin_and_random_seed() -> None:
+    """VLLM_PLUGINS that leaves the plugin out, or a missing plugin, fails; a random hash seed warns."""
+    found = statuses(facts("dgx-spark"), "qwen3-gqa", {"VLLM_PLUGINS": "other", "PYTHONHASHSEED": "random"})
+    assert found["plugin"] == "fail"
+    assert found["hash-seed"] == "warn"
+
+
+def test_swap_and_descriptors_warn() -> None:
+    """Swap on unified memory and few file descriptors warn."""
+    found = statuses(facts("dgx-spark"), "qwen3-gqa")
+    assert found["swap"] == "warn"
+    assert found["open-files"] == "warn"
+
+
+def test_environment_of_a_process_is_read(tmp_path: Path) -> None:
+    """The check reads a process's real environment: what it has passes, what it lacks fails."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "waits.py").write_text(
+        "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm.waits"],
+        env={"PYTHONHASHSEED": "0"},
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout and process.stdout.read(1) == b"x"
+        assert process.pid in engine_env.engine_processes()
+        mine = {check.name: check for check in engine_env.check({"PYTHONHASHSEED": "0"})}[f"engine-env {process.pid}"]
+        assert mine.status == "pass"
+        lacking = {check.name: check for check in engine_env.check({"LMCACHE_CONFIG_FILE": "/x"})}[
+            f"engine-env {process.pid}"
+        ]
+        assert lacking.status == "fail" and "not set" in lacking.sentence
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_titled_process_is_told_by_its_parent(tmp_path: Path) -> None:
+    """A process that wrote its title over its environment is judged by the parent that gave it one."""
+    for pid, parent, command, environ in (
+        (100, 1, b"python\0-m\0vllm.entrypoints.x\0", b"PYTHONHASHSEED=0\0PATH=/\0"),
+        (101, 100, b"VLLM::Worker\0", b"::Worker\0"),
+    ):
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "cmdline").write_bytes(command)
+        (folder / "environ").write_bytes(environ)
+        (folder / "stat").write_text(f"{pid} (some (odd) name) S {parent} 1 1 0")
+    checks = {check.name: check for check in engine_env.check({"PYTHONHASHSEED": "0"}, tmp_path)}
+    assert checks["engine-env 101"].status == "pass"
+    assert "told by its parent 100" in checks["engine-env 101"].sentence
+
+
+def test_no_engine_here_fails(tmp_path: Path) -> None:
+    """Where no vLLM runs, the check fails rather than passes for want of processes; a malformed --expect is an
+    error."""
+    assert engine_env.check({"A": "1"}, tmp_path)[0].status == "fail"
+    with pytest.raises(ConfigError, match="--expect"):
+        engine_env.expected(["novalue"])
