@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
 # A refused worker that still lives after this long hangs in somebody's thread, and the engine's start with it.
 LAST_RESORT_S = 15.0
+TRACKER_WAIT_S = 3.0
 
 _failure: Exception | None = None
 _loop: asyncio.AbstractEventLoop | None = None
@@ -119,4 +121,23 @@ def _print_report(path: Path, owner: int) -> None:
     if os.getpid() != owner:
         return
     with suppress(OSError):
-        print(path.read_text(), end="", file=sys.stderr, flush=True)
+        reason = path.read_text()
+        _let_the_tracker_finish()
+        print(reason, end="", file=sys.stderr, flush=True)
+
+
+def _let_the_tracker_finish() -> None:
+    """multiprocessing's resource tracker warns of what the dead engine left, and would have the last word."""
+    tracker: Any = getattr(resource_tracker, "_resource_tracker", None)
+    stop = getattr(tracker, "_stop", None)
+    if stop is None:
+        return
+
+    def wait() -> None:
+        with suppress(Exception):
+            stop()
+
+    # It ends when every process that knows it has: a child that hangs must not hang this one.
+    waiter = threading.Thread(target=wait, name="kvtier-tracker", daemon=True)
+    waiter.start()
+    waiter.join(TRACKER_WAIT_S)
