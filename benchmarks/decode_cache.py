@@ -1,8 +1,8 @@
 """What LMCache's `save_decode_cache` brings to a multi-turn session, where every answer is part of the next prompt.
 
 Two engines, one after the other, on the same session: answers stored, and not. vLLM's own pool is emptied before each
-turn, so that each turn is served from the tier as after an eviction or a restart. Prints one table; `--json FILE` writes
-its rows. The answers are cut to `--answer-tokens`, since what matters is how they compare to a chunk of 256 tokens.
+turn, so that each turn is served from the tier as after an eviction or a restart. Prints a table; `--json FILE`
+writes its rows. The answers are cut to `--answer-tokens`: what matters is how they compare to a chunk of 256 tokens.
 
     python benchmarks/decode_cache.py --answer-tokens 200 --turns 6
 """

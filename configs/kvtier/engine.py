@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +26,7 @@ KV_TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_l
 # A port that was free may be taken before vLLM binds it; more often than this in a row is something else.
 _PORT_TRIES = 5
 _READY_POLL_S = 0.2
+_TEMPORARY_FOLDER_BYTES = 30
 # What a person's shell may carry that would make two runs differ; the spec's own `env` is applied after.
 _DROPPED_PREFIXES = ("LMCACHE_", "VLLM_", "KVTIER_", "PROMETHEUS_MULTIPROC_DIR", "PYTHONHASHSEED")
 
@@ -108,26 +111,32 @@ class Engine:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         # Proxies of the environment are not for a server on this machine.
         self._client = httpx.Client(trust_env=False, timeout=httpx.Timeout(10.0, read=600.0))
+        # The engine's temporary files, here because a process that is killed cannot remove its own.
+        self._temporary = Path(tempfile.mkdtemp(prefix="kvtier-", dir=_short_temporary_folder()))
+        environment = spec.environment(os.environ | {"TMPDIR": str(self._temporary)})
         began = time.monotonic()
+        try:
+            self._start(environment, began, on_wait)
+        except BaseException:
+            if hasattr(self, "process"):
+                self.process.stop()
+            self._clean_up()
+            raise
+        self.ready_s = time.monotonic() - began
+
+    def _start(self, environment: dict[str, str], began: float, on_wait: Callable[[float], None]) -> None:
+        spec = self.spec
         for attempt in range(_PORT_TRIES):
             self.port = free_port(spec.port if attempt == 0 else 0)
             log_start = spec.log.stat().st_size if spec.log.exists() else 0
-            self.process = KeptProcess(
-                spec.command(self.port), spec.environment(os.environ), spec.log, grace_s=spec.grace_s
-            )
-            try:
-                if self._wait_until_ready(began, on_wait):
-                    self.ready_s = time.monotonic() - began
-                    return
-            except BaseException:
-                self.stop()
-                raise
-            self.process.stop()
+            self.process = KeptProcess(spec.command(self.port), environment, spec.log, grace_s=spec.grace_s)
+            if self._wait_until_ready(began, on_wait):
+                return
+            code = self.process.stop()
             with spec.log.open("rb") as log:
                 log.seek(log_start)
                 if b"address already in use" not in log.read().lower():
                     break
-        code = self.process.returncode()
         raise EngineStartError(f"vLLM ended during start with exit status {code}.\n{self._log_end()}")
 
     def _wait_until_ready(self, began: float, on_wait: Callable[[float], None]) -> bool:
@@ -206,13 +215,21 @@ class Engine:
 
     def stop(self) -> int:
         """End it as an operator would: SIGTERM, the grace, SIGKILL. Returns the exit status."""
-        self._client.close()
-        return self.process.stop()
+        try:
+            return self.process.stop()
+        finally:
+            self._clean_up()
 
     def kill(self) -> None:
         """End it as a crash would: SIGKILL to all of its processes at once."""
+        try:
+            self.process.kill()
+        finally:
+            self._clean_up()
+
+    def _clean_up(self) -> None:
         self._client.close()
-        self.process.kill()
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def __enter__(self) -> Engine:
         return self
@@ -230,6 +247,12 @@ def free_port(preferred: int = 0) -> int:
         except OSError:
             sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+def _short_temporary_folder() -> str:
+    """Where sockets may lie: their paths end after 107 bytes, and vLLM and LMCache add up to 60 to the folder."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) <= _TEMPORARY_FOLDER_BYTES else "/tmp"
 
 
 def _error_message(body: bytes) -> str:

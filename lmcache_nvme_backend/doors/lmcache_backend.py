@@ -69,7 +69,7 @@ class NvmeBackend(AllocatorBackendInterface):
         except Exception as e:
             for undo in reversed(self._opened):
                 undo()
-            start.record_failure(e)
+            start.record_failure(e, self.loop)
             raise
 
     def __str__(self) -> str:

@@ -174,12 +174,15 @@ def _loud_post_init(original: Function) -> Function:
 
 
 def _fail_or_degrade(manager: Any, config: Any, reason: BaseException | str) -> None:
+    engine = manager.lmcache_engine
+    if engine is None or engine.storage_manager is None:
+        start.stop_loop()
     if start.wants_degrade(config.extra_config):
         start.announce_degraded(reason)
         start.show_degraded(manager.lmcache_engine_metadata)
         return
     refused = start.refuse(reason)
-    # LMCache's event loop thread is not a daemon: left running, it would keep the dead worker alive.
+    start.exit_at_last()
     manager.stop_services()
     raise refused
 

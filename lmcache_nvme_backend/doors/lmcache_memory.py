@@ -120,7 +120,7 @@ class RingAllocator(MemoryAllocatorInterface):
     ) -> SlotMemoryObj | None:
         shapes, dtypes = self._adapt_shapes_and_dtypes(shapes, dtypes)
         size = size_of(shapes, dtypes)
-        if not 0 < size <= self.ring.slot_bytes:
+        if size <= 0 or not self.ring.fit(size):
             return None
         slot = self.ring.acquire(timeout_s, reclaim=True)
         if slot is None:
@@ -133,7 +133,7 @@ class RingAllocator(MemoryAllocatorInterface):
     ) -> StreamedMemoryObj | None:
         """An object without a slot yet; ``None`` where the chunk does not fit into one."""
         shapes, dtypes = self._adapt_shapes_and_dtypes(shapes, dtypes)
-        if not 0 < size_of(shapes, dtypes) <= self.ring.slot_bytes:
+        if not self.ring.fit(size_of(shapes, dtypes)):
             return None
         self._count()
         return StreamedMemoryObj(take, let_go, self._described(shapes, dtypes, fmt), self)

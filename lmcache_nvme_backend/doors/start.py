@@ -7,10 +7,14 @@ own traceback then, it repeats the reason at exit, from a small file that its ch
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,17 +25,42 @@ from lmcache_nvme_backend.run_directory import make_run_directory, run_directory
 _REPORT = "start-refused"
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
+# A refused worker that still lives after this long hangs in somebody's thread, and the engine's start with it.
+LAST_RESORT_S = 15.0
+
 _failure: Exception | None = None
+_loop: asyncio.AbstractEventLoop | None = None
 
 
 class StartRefused(RuntimeError):
     """The tier was asked for, cannot work, and ``nvme.on_init_error`` is ``fail``."""
 
 
-def record_failure(error: Exception) -> None:
-    """Keep the reason for whoever is allowed to raise it."""
-    global _failure
-    _failure = error
+def record_failure(error: Exception, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    """Keep the reason for whoever is allowed to raise it, and LMCache's event loop, which nobody else may know then."""
+    global _failure, _loop
+    _failure, _loop = error, loop
+
+
+def stop_loop() -> None:
+    """End LMCache's event loop thread where its StorageManager was never finished: it is no daemon, and would keep the
+    worker from exiting, and the engine waiting for the worker."""
+    global _loop
+    loop, _loop = _loop, None
+    if loop is not None and loop.is_running():
+        loop.call_soon_threadsafe(loop.stop)
+
+
+def exit_at_last() -> None:
+    """In a child process: be gone within ``LAST_RESORT_S``, whatever threads are left."""
+    if multiprocessing.parent_process() is None:
+        return
+
+    def exit_now() -> None:
+        time.sleep(LAST_RESORT_S)
+        os._exit(1)
+
+    threading.Thread(target=exit_now, name="kvtier-last-resort", daemon=True).start()
 
 
 def take_failure() -> Exception | None:

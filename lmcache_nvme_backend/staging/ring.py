@@ -52,16 +52,36 @@ class StagingRing:
         self, memory: StagingMemory, chunk_bytes: int, more: Callable[[int], StagingMemory] = StagingMemory
     ) -> None:
         self.memory = memory
+        self._more = more
+        self._spare: StagingMemory | None = None
+        self._changed = threading.Condition()
+        self._closed = False
+        self._lenders: weakref.WeakSet[Lender] = weakref.WeakSet()
+        self._divide(chunk_bytes)
+
+    def _divide(self, chunk_bytes: int) -> None:
         self.slot_bytes = -(-chunk_bytes // PAGE) * PAGE
-        whole = memory.nbytes // self.slot_bytes
-        self._spare = more(self.slot_bytes) if whole < 3 else None
+        whole = self.memory.nbytes // self.slot_bytes
+        if self._spare is not None:
+            self._spare.close()
+        self._spare = self._more(self.slot_bytes) if whole < 3 else None
         self.slots = whole if whole < 3 else whole - 1
         discard = self._spare.view if self._spare is not None else self._view(self.slots)
         self.discard = Slot(self.slots * self.slot_bytes, discard)
         self._free = list(range(self.slots))
-        self._changed = threading.Condition()
-        self._closed = False
-        self._lenders: weakref.WeakSet[Lender] = weakref.WeakSet()
+
+    def fit(self, chunk_bytes: int) -> bool:
+        """Make the slots large enough for such a chunk; False where slots are on loan or fewer than two would fit.
+
+        The size is known for good only when the engine's layer groups are, after the ring was made.
+        """
+        with self._changed:
+            if chunk_bytes <= self.slot_bytes:
+                return True
+            if len(self._free) < self.slots or self.memory.nbytes // (-(-chunk_bytes // PAGE) * PAGE) < 2:
+                return False
+            self._divide(chunk_bytes)
+            return True
 
     def _view(self, index: int) -> memoryview:
         return self.memory.view[index * self.slot_bytes : (index + 1) * self.slot_bytes]

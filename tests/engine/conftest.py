@@ -82,13 +82,13 @@ class Tiered:
         return self.engine.spec.log.read_text(errors="replace")
 
 
-def write_config(path: Path, root: Path, top: dict[str, Any] | None = None, **nvme: Any) -> Path:
+def write_config(file: Path, root: Path, top: dict[str, Any] | None, nvme: dict[str, Any]) -> Path:
     """The documented entry, as it stands in configs/examples, with its place, a small quota and a test's changes."""
     config = yaml.safe_load(EXAMPLE.read_text())
     config["extra_config"] |= {"nvme.path": str(root), "nvme.quota_gib": 2}
     config["extra_config"] |= {f"nvme.{k}": v for k, v in nvme.items()}
-    path.write_text(yaml.safe_dump(config | (top or {})))
-    return path
+    file.write_text(yaml.safe_dump(config | (top or {})))
+    return file
 
 
 @pytest.fixture(scope="session")
@@ -118,7 +118,7 @@ def start_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
         what = EngineSpec(
             model=model,
             log=folder / "engine.log",
-            lmcache_config=write_config(folder / "lmcache.yaml", root, top, **nvme),
+            lmcache_config=write_config(folder / "lmcache.yaml", root, top, nvme),
             # float32: preemption and batching then never change a greedy token.
             args=("--dtype", "float32", *args),
             env={"VLLM_SERVER_DEV_MODE": "1", **(env or {})},

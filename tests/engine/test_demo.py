@@ -5,7 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,14 +17,21 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def start_demo(tmp_path):
+def temporary():
+    """The engine's TMPDIR. Its name is short: sockets lie in it, whose paths end after 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="kv-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def start_demo(temporary):
     """Start `kvtier demo` as a shell would; whatever a failed test leaves is ended."""
     started = []
 
     def start(*arguments, **env):
         process = subprocess.Popen(
             [sys.executable, "-m", "kvtier.cli", "demo", *arguments],
-            env=os.environ | {"TMPDIR": str(tmp_path)} | env,
+            env=os.environ | {"TMPDIR": str(temporary)} | env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -49,9 +58,10 @@ def read_until(process, text, within_s):
     return said.decode()
 
 
-def wait_for_processes(count, before, within_s):
+def wait_for_processes(demo, count, before, within_s):
     end = time.monotonic() + within_s
     while len(children_of_this_process() - before) < count:
+        assert demo.poll() is None, f"the demo ended by itself: {demo.stdout.read().decode()}"
         assert time.monotonic() < end, f"fewer than {count} processes after {within_s} s"
         time.sleep(0.1)
 
@@ -91,17 +101,17 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_ctrl_c_leaves_no_process_and_no_folder(start_demo, tmp_path, moment):
+def test_ctrl_c_leaves_no_process_and_no_folder(start_demo, temporary, moment):
     """SIGINT to the demo alone ends everything it had started before it exits with 130."""
     line, processes = MOMENTS[moment]
     before = children_of_this_process()
     with nothing_left(within_s=0):
         demo = start_demo("--model", "random")
         read_until(demo, line, within_s=240)
-        wait_for_processes(processes, before, within_s=120)
+        wait_for_processes(demo, processes, before, within_s=300)
         demo.send_signal(signal.SIGINT)
         assert demo.wait(60) == 130
-    assert list(tmp_path.glob("kvtier-*")) == []
+    assert list(temporary.iterdir()) == []
 
 
 def test_two_impatient_ctrl_c_leave_nothing_either(start_demo):
@@ -110,7 +120,7 @@ def test_two_impatient_ctrl_c_leave_nothing_either(start_demo):
     with nothing_left(within_s=5):
         demo = start_demo("--model", "random")
         read_until(demo, "starting vLLM", within_s=120)
-        wait_for_processes(3, before, within_s=120)
+        wait_for_processes(demo, 3, before, within_s=120)
         demo.send_signal(signal.SIGINT)
         time.sleep(0.1)  # Any instant will do: it must hold at each.
         demo.send_signal(signal.SIGINT)
@@ -123,7 +133,7 @@ def test_nothing_outlives_a_demo_that_is_killed(start_demo):
     with nothing_left(within_s=30):
         demo = start_demo("--model", "random")
         read_until(demo, "starting vLLM", within_s=120)
-        wait_for_processes(WITH_ENGINE_CORE, before, within_s=120)
+        wait_for_processes(demo, WITH_ENGINE_CORE, before, within_s=300)
         demo.kill()
         demo.wait(60)
 
@@ -134,7 +144,7 @@ def test_ctrl_c_during_the_conversion_leaves_no_half_model(start_demo, tmp_path)
     with nothing_left(within_s=0):
         demo = start_demo("--model", "random", KVTIER_CACHE_DIR=str(tmp_path / "cache"))
         read_until(demo, "writing a tiny random Llama", within_s=60)
-        wait_for_processes(3, before, within_s=60)
+        wait_for_processes(demo, 3, before, within_s=60)
         demo.send_signal(signal.SIGINT)
         assert demo.wait(60) == 130
     assert [p for p in (tmp_path / "cache").iterdir() if p.is_dir()] == []

@@ -65,3 +65,17 @@ def test_pinning_is_undone_when_the_memory_closes():
     memory.close()
     memory.close()
     assert calls == [("pin", memory.address, 8192), ("unpin", memory.address)]
+
+
+def test_slots_grow_while_none_is_on_loan(ring):
+    """Layer groups may make a chunk larger than the first guess; a loan outstanding keeps the slots as they are."""
+    slot = ring.acquire()
+    assert not ring.fit(9000)
+    ring.release(slot)
+    assert ring.fit(9000)
+    assert ring.slot_bytes == 12288 and ring.slots == 2  # three fit: two, and the discard slot
+    assert not ring.fit(30_000)
+    assert ring.fit(100)
+    slots = [ring.acquire(), ring.acquire()]
+    assert ring.acquire() is None
+    assert {len(s.view) for s in (*slots, ring.discard)} == {12288}
