@@ -84,6 +84,12 @@ def tiering_command(model: str, port: int, folder: Path, spec: str) -> list[str]
     ]
 
 
+def maps(engine: Served) -> set[Path]:
+    """The maps in /dev/shm that an engine's log names."""
+    log = engine.log.read_text() if engine.log.exists() else ""
+    return {Path(name) for name in re.findall(r"(/dev/shm/vllm_offload_\S+?\.mmap)", log)}
+
+
 @pytest.fixture(scope="module")
 def engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Served]]:
     """Three engines, started at the same time because a start is mostly imports: under `kvtier launch`, with real
@@ -107,6 +113,8 @@ def engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     finally:
         for engine in made.values():
             engine.stop()
+            for path in maps(engine):
+                path.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -189,9 +197,7 @@ def test_real_tiering_serves_from_ram_then_nvme(engines: dict[str, Served]) -> N
 def test_tiering_leaves_its_map_and_sweep_takes_it(engines: dict[str, Served]) -> None:
     """A running engine's map in /dev/shm is never swept; what it leaves behind at SIGTERM is."""
     engine = engines["tiering"]
-    config = engine.log.read_text()
-    held = set(re.findall(r"(/dev/shm/vllm_offload_\S+?\.mmap)", config))
-    there = {path for path in map(Path, held) if path.exists()}
+    there = {path for path in maps(engine) if path.exists()}
     assert there
     assert not {found.path for found in sweep.leaks(young_s=0)} & there
     engine.stop()

@@ -144,8 +144,8 @@ def _causes(steps: Sequence[Step], clues: Clues) -> list[str]:
     found = []
     if pool_kept(steps):
         found.append(
-            "the pool still held the document after the pressure, so nothing is proven yet: "
-            "give a larger --pressure-tokens"
+            "the pool still held the document after the pressure, so nothing is proven yet: give a larger "
+            "--pressure-tokens"
         )
     if clues.degraded:
         found.append("the tier is degraded: the engine's log says why")
@@ -167,14 +167,14 @@ def _causes(steps: Sequence[Step], clues: Clues) -> list[str]:
             "or lookups miss what was stored"
         )
     return found or [
-        "lookups miss what was stored: compare the hash seed, the hash algorithm and the model's configuration "
-        "of both runs"
+        "lookups miss what was stored: compare the hash seed, the hash algorithm and the model's configuration of "
+        "both runs"
     ]
 
 
 def _no_tier(clues: Clues) -> list[str]:
     return [
-        "no connector is configured, or LMCache started in degraded mode, which serves without any cache "
-        "and does not fail: "
+        "no connector is configured, or LMCache started in degraded mode, which serves without any cache and does not "
+        "fail: "
         'look for "degraded mode" in the log, and at `kvtier doctor --url`'
     ]

@@ -88,8 +88,8 @@ def show(result: Result) -> None:
         times = ", ".join(f"{seconds:.1f}" for seconds in sorted(part.seconds))
         waited = "not said" if part.queue_s_mean is None else f"{part.queue_s_mean:.2f} s"
         console.print(
-            f"{part.requests} x {count(part.tokens_each)} tokens at once: {part.completed} completed ({times} "
-            f"s), {part.failed} failed, "
+            f"{part.requests} x {count(part.tokens_each)} tokens at once: {part.completed} completed ({times} s), "
+            f"{part.failed} failed, "
             f"{part.preemptions} preemptions, mean queue time {waited}, {count(part.prefill_tokens_per_s)} tokens/s",
             highlight=False,
         )

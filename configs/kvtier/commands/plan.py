@@ -130,9 +130,8 @@ def _tables(plan: Plan) -> None:
     console.print(table)
     for guess in plan.estimates:
         console.print(
-            f"  {guess.tier}: {rate(guess.rate_bytes_per_s)} ({guess.rate_source}); pays wherever prefill is "
-            "slower than "
-            f"{count(guess.break_even_prefill_tokens_per_s)} tokens/s",
+            f"  {guess.tier}: {rate(guess.rate_bytes_per_s)} ({guess.rate_source}); pays wherever prefill is slower "
+            f"than {count(guess.break_even_prefill_tokens_per_s)} tokens/s",
             style="dim",
             markup=False,
             highlight=False,

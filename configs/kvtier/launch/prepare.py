@@ -50,8 +50,8 @@ def prepare(
             continue
         if name == "PYTHONHASHSEED" and theirs.isdigit():
             conflicts.append(
-                f"{name}={theirs} of your environment is kept: it names other blocks than {name}={value}, and "
-                "is as fixed"
+                f"{name}={theirs} of your environment is kept: it names other blocks than {name}={value}, and is as "
+                "fixed"
             )
             del env[name]
         elif name in _YOURS:

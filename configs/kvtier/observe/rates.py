@@ -75,9 +75,8 @@ def troubles(snapshot: Snapshot, moved: Change, device_free: int | None = None) 
     found = []
     if moved.preemptions:
         found.append(
-            f"{moved.preemptions} preemptions just now: the working set exceeds the pool, and each preempted "
-            "prompt is loaded or prefilled again; "
-            "fewer seats (--max-num-seqs) help, a tier alone does not"
+            f"{moved.preemptions} preemptions just now: the working set exceeds the pool, and each preempted prompt "
+            "is loaded or prefilled again; fewer seats (--max-num-seqs) help, a tier alone does not"
         )
     if snapshot.waiting.get("capacity"):
         found.append(f"{snapshot.waiting['capacity']} requests wait for capacity: the pool is full of running requests")
@@ -95,8 +94,8 @@ def troubles(snapshot: Snapshot, moved: Change, device_free: int | None = None) 
         found.append(f"only {moved.acceptance:.0%} of drafted tokens are accepted: fewer draft tokens may be faster")
     if snapshot.load_failures:
         found.append(
-            f"{count(snapshot.load_failures)} loads failed since the start and were computed instead: see the "
-            "log and the disk"
+            f"{count(snapshot.load_failures)} loads failed since the start and were computed instead: see the log and "
+            "the disk"
         )
     if device_free is not None and device_free < _LITTLE_DEVICE_MEMORY:
         found.append(

@@ -71,8 +71,8 @@ def _advise(draft: Draft) -> None:
         draft.say(
             "pool-not-known",
             Effect.NOTED,
-            "--gpu-memory-utilization, --max-num-seqs and --max-num-batched-tokens are left to vLLM: "
-            "start once and plan again with --log, or see `kvtier doctor --url`.",
+            "--gpu-memory-utilization, --max-num-seqs and --max-num-batched-tokens are left to vLLM: start once and "
+            "plan again with --log, or see `kvtier doctor --url`.",
         )
         return
     draft.say("pool-seen", Effect.NOTED, f"{figures.source}: {'; '.join(remarks(figures))}.")
@@ -90,8 +90,8 @@ def _discrete(draft: Draft) -> None:
     if draft.serving_nodes:
         raise draft.refuse(
             "several-hosts-with-discrete",
-            "several hosts are planned for unified memory only: vLLM's tiers are "
-            "shared memory of one host. Start one engine a host and route by prefix.",
+            "several hosts are planned for unified memory only: vLLM's tiers are shared memory of one host. Start one "
+            "engine a host and route by prefix.",
         )
     if draft.wishes.nvme is not None or draft.wishes.nvme_gib is not None:
         native.ram_and_nvme(draft)
@@ -102,8 +102,8 @@ def _discrete(draft: Draft) -> None:
         draft.say(
             "wsl-pins-little",
             Effect.WARNED,
-            "WSL2 lets a process pin only a part of the memory given to it: if the tier "
-            "stays pageable, copies are slow; raise `memory` in .wslconfig.",
+            "WSL2 lets a process pin only a part of the memory given to it: if the tier stays pageable, copies are "
+            "slow; raise `memory` in .wslconfig.",
         )
 
 
@@ -111,8 +111,8 @@ def _unified(draft: Draft) -> None:
     if draft.wishes.ram_gib is not None:
         raise draft.refuse(
             "unified-refuses-ram",
-            "device and host share one DRAM here: a RAM tier would take its bytes from the "
-            "memory that the KV pool itself lives in. Leave --ram-gib out: the tier is NVMe.",
+            "device and host share one DRAM here: a RAM tier would take its bytes from the memory that the KV pool "
+            "itself lives in. Leave --ram-gib out: the tier is NVMe.",
         )
     draft.say(
         "unified-refuses-ram", Effect.NOTED, "no RAM tier: its bytes would come from the memory the KV pool lives in."
@@ -189,8 +189,8 @@ def _weights_fit(draft: Draft) -> None:
             "weights-exceed-device",
             Effect.WARNED,
             f"{gib(weights)} of weights over {draft.world_size} rank(s) do not fit "
-            f"{gib(size)} a device: the engine will not start. It takes some {needed} such devices (--tp), or "
-            "smaller weights.",
+            f"{gib(size)} a device: the engine will not start. It takes some {needed} such devices (--tp), or smaller "
+            "weights.",
         )
 
 
@@ -198,8 +198,8 @@ def _cpu(draft: Draft) -> None:
     if draft.wishes.ram_gib is not None:
         raise draft.refuse(
             "cpu-refuses-ram",
-            "without a device the KV pool is host RAM already, and vLLM's RAM tier refuses the "
-            "CPU. Leave --ram-gib out: the tier is NVMe.",
+            "without a device the KV pool is host RAM already, and vLLM's RAM tier refuses the CPU. Leave --ram-gib "
+            "out: the tier is NVMe.",
         )
     if (draft.checkpoint.weights_bytes or 0) > draft.facts.ram_available - memory.reserve(draft.facts) // 2:
         raise draft.refuse(
@@ -244,8 +244,8 @@ def _refuse_engine(draft: Draft) -> None:
     if engine == "sglang":
         raise draft.refuse(
             "sglang-not-offered",
-            "SGLang is not offered: its hierarchical cache puts every tier behind a pool in host "
-            "RAM, which unified memory must not give, and nothing of this project has been run with it.",
+            "SGLang is not offered: its hierarchical cache puts every tier behind a pool in host RAM, which unified "
+            "memory must not give, and nothing of this project has been run with it.",
         )
 
 
@@ -254,8 +254,8 @@ def _refuse_allocator(draft: Draft) -> None:
         if "expandable_segments:true" in draft.facts.environment.get(name, "").replace(" ", "").lower():
             raise draft.refuse(
                 "expandable-segments",
-                f"{name} holds expandable_segments:True, with which a KV connector must not run "
-                "(vLLM checks only the older of the two names). Unset it.",
+                f"{name} holds expandable_segments:True, with which a KV connector must not run (vLLM checks only the "
+                "older of the two names). Unset it.",
             )
 
 
@@ -273,6 +273,6 @@ def _common_arguments(draft: Draft) -> None:
     draft.say(
         "prefix-caching-on",
         Effect.NOTED,
-        "--enable-prefix-caching: prefix reuse is the whole benefit; a tier does nothing for a "
-        "single long request that fits, and nothing for decode speed per pass.",
+        "--enable-prefix-caching: prefix reuse is the whole benefit; a tier does nothing for a single long request "
+        "that fits, and nothing for decode speed per pass.",
     )

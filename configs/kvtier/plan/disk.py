@@ -159,16 +159,15 @@ def cap(draft: Draft, place: Place) -> None:
         draft.say(
             "nvme-capped",
             Effect.NOTED,
-            f"{place.path} is a file system of {gib(place.size)} in an image file: the "
-            "kernel enforces the cap. When it is full, further stores fail and are not made.",
+            f"{place.path} is a file system of {gib(place.size)} in an image file: the kernel enforces the cap. When "
+            "it is full, further stores fail and are not made.",
         )
         return
     draft.say(
         "fs-tier-has-no-quota",
         Effect.WARNED,
-        "vLLM's fs tier has no quota and evicts nothing: the size is a hard "
-        "cap only where the file system gives one. Without that it grows until the disk is full. Old folders, one a "
-        "configuration, stay: prune them.",
+        "vLLM's fs tier has no quota and evicts nothing: the size is a hard cap only where the file system gives one. "
+        "Without that it grows until the disk is full. Old folders, one a configuration, stay: prune them.",
     )
     draft.steps.append(
         Step(

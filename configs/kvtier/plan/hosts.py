@@ -73,13 +73,13 @@ def _say_rules(draft: Draft) -> None:
     draft.say(
         "rank-0-answers-lookups",
         Effect.CHANGED,
-        "lookup_server_worker_ids: [0]: LMCache asks its ranks over Unix sockets, and a "
-        "rank on another host never answers, so that each lookup would wait for its time-out and find nothing.",
+        "lookup_server_worker_ids: [0]: LMCache asks its ranks over Unix sockets, and a rank on another host never "
+        "answers, so that each lookup would wait for its time-out and find nothing.",
     )
     draft.say("own-directory-a-rank", Effect.CHANGED, "each rank has a directory of its own on its own host's disk.")
     draft.say(
         "lost-node-cache",
         Effect.NOTED,
-        "where one host's cache is lost, rank 0 still promises the prefix, the other rank's load "
-        "fails, and vLLM computes from there: slower, not wrong, and no request fails.",
+        "where one host's cache is lost, rank 0 still promises the prefix, the other rank's load fails, and vLLM "
+        "computes from there: slower, not wrong, and no request fails.",
     )

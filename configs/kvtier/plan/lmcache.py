@@ -36,10 +36,9 @@ def nvme(draft: Draft) -> None:
     draft.say(
         "lmcache-disk-only",
         Effect.CHOSE,
-        f"this project's tier: {gib(place.size)} under {place.path}, local_cpu false, "
-        f"max_local_cpu_size 0, and {gib(staging)} of staging a rank as the only host memory. The quota is "
-        "enforced by the "
-        "backend, and a restart finds the chunks.",
+        f"this project's tier: {gib(place.size)} under {place.path}, local_cpu false, max_local_cpu_size 0, and "
+        f"{gib(staging)} of staging a rank as the only host memory. The quota is enforced by the backend, and a "
+        "restart finds the chunks.",
     )
     draft.say(
         "recompute-on-failed-load",
@@ -98,8 +97,8 @@ def _refuse_lora(draft: Draft) -> None:
     if draft.wishes.lora:
         raise draft.refuse(
             "lora-with-lmcache",
-            "LMCache leaves the adapter out of its keys, so two adapters would share KV. "
-            "Serve the adapters merged, or without this tier.",
+            "LMCache leaves the adapter out of its keys, so two adapters would share KV. Serve the adapters merged, "
+            "or without this tier.",
         )
 
 
@@ -109,15 +108,15 @@ def _remarks(draft: Draft) -> None:
         draft.say(
             "lmcache-version",
             Effect.WARNED,
-            f"LMCache {installed} is not one of {', '.join(_TESTED_LMCACHE)}, which the "
-            "backend is tested against; it refuses code that it does not know.",
+            f"LMCache {installed} is not one of {', '.join(_TESTED_LMCACHE)}, which the backend is tested against; it "
+            "refuses code that it does not know.",
         )
     if draft.vendor is Vendor.AMD:
         draft.say(
             "lmcache-rocm",
             Effect.WARNED,
-            "LMCache's wheels are built for CUDA: on ROCm it has to be built from source, "
-            "and this project has not run it there.",
+            "LMCache's wheels are built for CUDA: on ROCm it has to be built from source, and this project has not "
+            "run it there.",
         )
     if draft.geometry.windowed:
         draft.say(

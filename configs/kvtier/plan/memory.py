@@ -60,8 +60,8 @@ def ram_tier(draft: Draft, *, tiering: bool) -> int:
         if size > budget:
             raise draft.refuse(
                 "ram-reserve-exceeded",
-                f"--ram-gib {wished} is more than the {gib(max(budget, 0))} that "
-                f"are free beside the host's reserve of {gib(kept)}. Ask for at most {max(budget, 0) // GIB}.",
+                f"--ram-gib {wished} is more than the {gib(max(budget, 0))} that are free beside the host's reserve "
+                f"of {gib(kept)}. Ask for at most {max(budget, 0) // GIB}.",
             )
         if in_shm:
             _must_fit_shm(draft, size)
@@ -73,8 +73,8 @@ def ram_tier(draft: Draft, *, tiering: bool) -> int:
             _shm_refusal(draft, max(budget // GIB * GIB, GIB))
         raise draft.refuse(
             "ram-too-small",
-            f"only {gib(max(room, 0))} could be given to a tier, less than an eighth of "
-            f"one context of {draft.context:,} tokens.",
+            f"only {gib(max(room, 0))} could be given to a tier, less than an eighth of one context of "
+            f"{draft.context:,} tokens.",
         )
     limit = "what /dev/shm has free" if in_shm and room < budget else "what is available beside the host's reserve"
     draft.say("ram-size-proposed", Effect.CHOSE, f"{gib(size)}: {limit}, in whole GiB. --ram-gib sets it.")
@@ -127,8 +127,8 @@ def kv_pool_bytes(draft: Draft, staging: int) -> int | None:
         raise draft.refuse(
             "weights-do-not-fit",
             f"{gib(weights)} of weights a rank, {gib(kept)} for the host, "
-            f"{gib(staging)} of staging and {gib(room)} for activations are more than the {gib(total)} "
-            "that device and host share.",
+            f"{gib(staging)} of staging and {gib(room)} for activations are more than the {gib(total)} that device "
+            "and host share.",
         )
     draft.say(
         "fixed-kv-pool",
@@ -155,8 +155,8 @@ def warn_of_swap(draft: Draft) -> None:
         draft.say(
             "swap-catches-pool",
             Effect.WARNED,
-            f"{gib(draft.facts.swap_total)} of {what} are on: under pressure "
-            "the kernel pages the host's side out to make room, and the box crawls instead of failing.",
+            f"{gib(draft.facts.swap_total)} of {what} are on: under pressure the kernel pages the host's side out to "
+            "make room, and the box crawls instead of failing.",
         )
         draft.steps.append(Step(why="keep the pool out of swap", command="swapoff -a"))
 
@@ -185,6 +185,6 @@ def _shm_refusal(draft: Draft, size: int) -> None:
     raise draft.refuse(
         "shm-too-small",
         f"the tier of {gib(size)} is mapped in /dev/shm, which has "
-        f"{draft.facts.shm_free / MIB:,.0f} MiB free, and needs {_SHM_SLACK // MIB} MiB of slack: the engine "
-        f"would not start. Run: {command}",
+        f"{draft.facts.shm_free / MIB:,.0f} MiB free, and needs {_SHM_SLACK // MIB} MiB of slack: the engine would "
+        f"not start. Run: {command}",
     )

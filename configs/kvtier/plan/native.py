@@ -10,7 +10,8 @@ from kvtier.plan.draft import Draft
 from kvtier.plan.result import Decision, Effect
 from kvtier.units import GIB, gib
 
-_FIRST_TIERING = (0, 24)
+_FIRST_TIERING = (0, 23)
+"""The oldest release looked at has it; the others are where released wheels first show the name."""
 _FIRST_BLOCKS_PER_CHUNK = (0, 26)
 _FIRST_DISK_CONNECTOR = (0, 28)
 _FS_THREADS_LEAST, _FS_THREADS_MOST = 4, 16
@@ -26,8 +27,8 @@ def ram(draft: Draft) -> None:
     draft.say(
         "discrete-native-ram",
         Effect.CHOSE,
-        f"the device has memory of its own, so host RAM is a tier: {gib(size)}, "
-        "over all ranks, written through as blocks are computed.",
+        f"the device has memory of its own, so host RAM is a tier: {gib(size)}, over all ranks, written through as "
+        "blocks are computed.",
     )
     draft.args += ["--kv-offloading-size", str(size // GIB), "--kv-offloading-backend", "native"]
     draft.say(
@@ -59,15 +60,15 @@ def ram_and_nvme(draft: Draft) -> None:
             draft.say(
                 "blocks-per-chunk",
                 Effect.CHANGED,
-                "blocks_per_chunk: 1, because layers of several sorts have blocks "
-                "of several sizes, and block_size asserts on those.",
+                "blocks_per_chunk: 1, because layers of several sorts have blocks of several sizes, and block_size "
+                "asserts on those.",
             )
         else:
             draft.say(
                 "blocks-per-chunk",
                 Effect.NOTED,
-                f"neither block_size nor blocks_per_chunk: vLLM {draft.target} lacks "
-                "the latter, and the former asserts on layers of several sorts.",
+                f"neither block_size nor blocks_per_chunk: vLLM {draft.target} lacks the latter, and the former "
+                "asserts on layers of several sorts.",
             )
     extra["secondary_tiers"] = [
         {"type": "fs", "root_dir": place.path, "n_read_threads": threads, "n_write_threads": threads}
@@ -109,10 +110,8 @@ def disk_only(draft: Draft) -> None:
     draft.say(
         "unified-hybrid-native-nvme",
         Effect.CHOSE,
-        "a hybrid model on unified memory: LMCache's in-process connector "
-        "cannot run it, a RAM tier is refused, so vLLM's disk connector holds the KV. It keeps a quota and "
-        "nothing over "
-        "a restart.",
+        "a hybrid model on unified memory: LMCache's in-process connector cannot run it, a RAM tier is refused, so "
+        "vLLM's disk connector holds the KV. It keeps a quota and nothing over a restart.",
     )
     _seed(draft)
     _recompute(draft)
@@ -149,8 +148,8 @@ def _groups_note(draft: Draft) -> None:
         draft.say(
             "blocks-per-chunk",
             Effect.NOTED,
-            "layers of several sorts: the size flag leaves chunks at one block each, "
-            "which is what they need; block_size would assert.",
+            "layers of several sorts: the size flag leaves chunks at one block each, which is what they need; "
+            "block_size would assert.",
         )
 
 
@@ -159,8 +158,8 @@ def _seed(draft: Draft) -> None:
     draft.say(
         "hash-seed",
         Effect.CHANGED,
-        "PYTHONHASHSEED=0: blocks are named by hashes, and up to 0.28 (and with xxhash in "
-        "every release) a random seed gives every process its own names, so that a restart finds no file.",
+        "PYTHONHASHSEED=0: blocks are named by hashes, and up to 0.28 (and with xxhash in every release) a random "
+        "seed gives every process its own names, so that a restart finds no file.",
     )
 
 

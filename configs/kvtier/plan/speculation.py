@@ -62,8 +62,8 @@ def patches(draft: Draft) -> None:
         draft.say(
             "spec-decode-on-hybrid",
             Effect.NOTED,
-            f"vLLM {draft.target} is not one of the releases (0.24 to 0.29) that store "
-            "and never serve with drafted tokens on a hybrid model.",
+            f"vLLM {draft.target} is not one of the releases (0.24 to 0.29) that store and never serve with drafted "
+            "tokens on a hybrid model.",
         )
         return
     draft.patches = [Patch(name=name, fixes=fixes, state=_state(draft, name)) for name, fixes in _FIXES.items()]
@@ -72,8 +72,8 @@ def patches(draft: Draft) -> None:
     draft.say(
         "spec-decode-on-hybrid",
         Effect.NOTED if applied else Effect.WARNED,
-        f"vLLM {draft.target} with {draft.wishes.spec} on a hybrid model stores and never serves without the "
-        f"patches {states}."
+        f"vLLM {draft.target} with {draft.wishes.spec} on a hybrid model stores and never serves without the patches "
+        f"{states}."
         + ("" if applied else " Apply them with `kvpatches apply` or `kvtier launch --apply-patches`, or take 0.30."),
     )
 

@@ -42,8 +42,7 @@ def rows(engine: Seen) -> list[tuple[str, str]]:
         (
             "prompt tokens",
             f"{moved.prompt_tokens_per_s:,.0f}/s: computed {_share(moved.computed_share)}, pool "
-            f"{_share(moved.pool_share)}, "
-            f"tier {_share(moved.tier_share)}",
+            f"{_share(moved.pool_share)}, tier {_share(moved.tier_share)}",
         ),
         (
             "since start",
