@@ -19,6 +19,7 @@ import msgspec
 
 from kvtier.process import IoCounters, KeptProcess
 from kvtier.scrape import Metrics
+from kvtier.stream import events
 
 # The tier's connector. vLLM's default policy ends a request whose load failed; recompute is what makes a miss harmless.
 KV_TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
@@ -176,10 +177,7 @@ class Engine:
         with self._client.stream("POST", f"{self.url}/v1/completions", json=request) as response:
             if response.status_code != 200:
                 raise EngineRequestError(_error_message(response.read()))
-            for line in response.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line.removeprefix("data: "))
+            for event in events(response):
                 if "error" in event:
                     raise EngineRequestError(str(event["error"].get("message", event["error"])))
                 for choice in event["choices"]:

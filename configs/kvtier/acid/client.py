@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import msgspec
 
 from kvtier.observe.snapshot import root_of
+from kvtier.stream import events
 from lmcache_nvme_backend.errors import ConfigError
 
 _FIRST_ID, _IDS = 20, 220
@@ -76,7 +74,7 @@ class Target:
             with self.http.stream("POST", f"{self.url}/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     raise RuntimeError(f"{response.status_code}: {response.read().decode(errors='replace')[:500]}")
-                for event in _events(response):
+                for event in events(response):
                     if "error" in event:
                         raise RuntimeError(str(event["error"])[:500])
                     if event.get("choices") and first is None:
@@ -108,17 +106,6 @@ class Target:
             "a command after which the engine is up",
             "See the engine's log.",
         )
-
-
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The stream's events. Lines end at a line feed alone: a model's text may hold other line ends, which
-    `iter_lines` would cut at."""
-    rest = b""
-    for part in response.iter_bytes():
-        *lines, rest = (rest + part).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                yield json.loads(line[6:])
 
 
 def document(tokens: int, seed: int) -> list[int]:
