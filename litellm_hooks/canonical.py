@@ -18,6 +18,8 @@ Piece = str | bytes
 BILLING_LINE = "x-anthropic-billing-header:"
 """Claude Code puts a line with this name, and another value in every request, in front of its system prompt."""
 
+MEDIA_CHARS = 4096
+
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text", "thinking", "reasoning_text", "summary_text"})
 _PLAIN_FIELDS = frozenset({"role", "content", "cache_control", "id", "status"})
 _TEMPLATE_SWITCHES = (
@@ -27,6 +29,17 @@ _TEMPLATE_SWITCHES = (
 _ROOT_ROLES = frozenset({"system", "developer"})
 
 _encoder = msgspec.json.Encoder(enc_hook=lambda value: str(type(value)))
+
+
+class Media(str):
+    """The content of an image, audio or file: hashed like text, but no model spends a token on four characters of it."""
+
+    __slots__ = ()
+
+
+def size_of(piece: Piece) -> int:
+    """Characters a piece counts as; an image counts as what about a thousand tokens would be."""
+    return MEDIA_CHARS if type(piece) is Media else len(piece)
 
 
 def encoded(value: object) -> bytes:
@@ -46,7 +59,7 @@ def without_billing_line(text: str) -> str:
     return rest
 
 
-def _media_piece(block: Mapping[str, Any]) -> Piece | None:
+def _media_piece(block: Mapping[str, Any]) -> Media | None:
     """The content of an image, audio or file block: its base64 text or its address, without the envelope."""
     for key in ("image_url", "input_audio", "file", "source", "audio_url", "video_url"):
         inner = block.get(key)
@@ -64,12 +77,12 @@ def _media_piece(block: Mapping[str, Any]) -> Piece | None:
     return None
 
 
-def _payload(text: str) -> str:
+def _payload(text: str) -> Media:
     """`data:image/png;base64,AAAA` and `AAAA` are one image."""
     if text.startswith("data:"):
         _, comma, rest = text.partition(",")
-        return rest if comma else text
-    return text
+        return Media(rest if comma else text)
+    return Media(text)
 
 
 def _block_pieces(block: object, out: list[Piece], depth: int) -> None:
@@ -181,6 +194,11 @@ def head_pieces(group: str, request: Mapping[str, Any]) -> list[Piece]:
         salt = place.get("cache_salt")
         if salt is not None:
             out += ["cache_salt", str(salt)]
+        transfer = place.get("kv_transfer_params")
+        if isinstance(transfer, Mapping):
+            tags = {key: value for key, value in transfer.items() if str(key).startswith("lmcache.tag.")}
+            if tags:
+                out.append(encoded(tags))
         for switch in _TEMPLATE_SWITCHES:
             value = place.get(switch)
             if value is not None:

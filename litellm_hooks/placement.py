@@ -31,6 +31,10 @@ class Decision(msgspec.Struct, frozen=True):
     total_tokens: float
     home: str
     """The replica it would have gone to, had load not counted."""
+    first: str
+    """The first of the rendezvous order: where a worker that knows nothing of the session would look for it."""
+    held: int = -1
+    """Index of the deepest key that `chosen` was believed to hold, -1 for none."""
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -38,11 +42,11 @@ class Rules(msgspec.Struct, frozen=True):
 
     load_bound: float = 1.25
     """Times the mean work in flight that a replica may hold before sessions leave it, come what may."""
-    bound_slack_tokens: float = 65_536.0
+    bound_slack_tokens: float = 200_000.0
     """Work every replica may hold before the bound counts."""
-    move_cost: float = 1.5
+    move_cost: float = 8.0
     """What a token that is prefilled again weighs against a token of waiting: it delays everybody else there too."""
-    decode_tokens: float = 128.0
+    decode_tokens: float = 256.0
     """What a running answer weighs against tokens that wait to be prefilled."""
     spill_tokens: float = 2048.0
     """Difference of load under which a new session stays with the first of its rendezvous order."""
@@ -76,20 +80,16 @@ class Placement:
         rules = self.rules
         by_name = {candidate.name: candidate for candidate in candidates}
         total = prefix.size / chars_per_token
-        held = {
-            name: prefix.ends[index] / chars_per_token
-            for name, index in self.table.longest(prefix, list(by_name)).items()
-        }
+        depth = self.table.longest(prefix, list(by_name))
+        held = {name: prefix.ends[index] / chars_per_token for name, index in depth.items()}
         order = rendezvous_order(prefix.anchor, {c.name: c.weight for c in candidates})
         work = {name: self.work(candidate) for name, candidate in by_name.items()}
-        if held:
-            home = min(order, key=lambda name: (-held.get(name, 0.0), work[name]))
-        else:
-            home = order[0]
+        # The deepest comes first, of equals the one that was given the prefix last: a session stays where it moved to.
+        home = next(iter(held), order[0])
         at_home = held.get(home, 0.0)
 
         def answer(chosen: str, reason: str) -> Decision:
-            return Decision(chosen, reason, held.get(chosen, 0.0), total, home)
+            return Decision(chosen, reason, held.get(chosen, 0.0), total, home, order[0], depth.get(chosen, -1))
 
         if len(order) == 1:
             return answer(home, "prefix" if at_home else "rendezvous")

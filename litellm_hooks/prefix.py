@@ -16,6 +16,7 @@ from litellm_hooks.canonical import (
     head_pieces,
     message_pieces,
     role_of,
+    size_of,
     without_billing_line,
 )
 
@@ -129,7 +130,7 @@ class SessionMemory:
             parts = pieces[index]
             exact = prints[index]
             for piece in parts:
-                end += len(piece)
+                end += size_of(piece)
                 if len(piece) > BIG_PIECE:
                     exact = 0
             if not exact:
@@ -160,7 +161,7 @@ def _pieces_of(message: object) -> list[Piece]:
 
 def _head(group: str, request: Mapping[str, Any], earlier: int) -> tuple[int, int]:
     pieces = head_pieces(group, request)
-    return xxhash.xxh3_64_intdigest(_joined(pieces, big=True), seed=earlier), sum(len(piece) for piece in pieces)
+    return xxhash.xxh3_64_intdigest(_joined(pieces, big=True), seed=earlier), sum(size_of(piece) for piece in pieces)
 
 
 def chat_prefix(

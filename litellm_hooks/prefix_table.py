@@ -40,7 +40,10 @@ class PrefixTable:
         return len(self._entries)
 
     def longest(self, prefix: Prefix, names: Sequence[str]) -> dict[str, int]:
-        """For each of `names` that holds any of the prefix from the root on: the index of the deepest key it holds."""
+        """For each of `names` that holds any of the prefix from the root on: the index of the deepest key it holds.
+
+        The deepest comes first; of equals, the one that was given the prefix last.
+        """
         found: dict[str, int] = {}
         wanted = set(names)
         entries = self._entries
@@ -76,9 +79,9 @@ class PrefixTable:
         while len(entries) > self.limit:
             entries.popitem(last=False)
 
-    def forget(self, prefix: Prefix, name: str) -> None:
-        """`name` holds nothing of this prefix from the root on."""
-        for key in prefix.keys[prefix.root :]:
+    def forget(self, prefix: Prefix, name: str, after: int = -1) -> None:
+        """`name` holds nothing of this prefix from the root on, or nothing beyond index `after`."""
+        for key in prefix.keys[max(prefix.root, after + 1) :]:
             holders = self._entries.get(key)
             if holders is None:
                 continue
