@@ -11,16 +11,15 @@ from typing import Any
 
 import msgspec
 
-from litellm_hooks.replica import Deployment, id_of, section
+from litellm_hooks.replica import Deployment, Replica, number, replica_of
 
-_WEIGHTS = ("weight", "rpm", "tpm")
-"""In this order LiteLLM's simple-shuffle looks for a weight; the first that any deployment has decides for all."""
+Choice = tuple[Deployment, Replica]
 
 
 class Eligible(msgspec.Struct):
-    """`deployments` in LiteLLM's order with `weights` beside them; `excluded` says why the others are not."""
+    """`choices` in LiteLLM's order with `weights` beside them; `excluded` says, by id, why the others are not."""
 
-    deployments: list[Deployment]
+    choices: list[Choice]
     weights: list[float]
     excluded: dict[str, str]
 
@@ -53,48 +52,33 @@ def failed_in(request: Mapping[str, Any]) -> set[str]:
     return failed
 
 
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except ValueError:
-        return None
-
-
-def order_of(deployment: Deployment) -> float | None:
-    """The deployment's `order` where it has one; lower ones are taken first."""
-    for part in ("litellm_params", "model_info"):
-        found = _number(section(deployment, part).get("order"))
-        if found is not None:
-            return found
-    return None
-
-
-def _by_order(deployments: list[Deployment], target: float | None) -> list[Deployment]:
-    orders = [order_of(deployment) for deployment in deployments]
-    known = [order for order in orders if order is not None]
+def _by_order(choices: list[Choice], target: float | None) -> list[Choice]:
     if target is None:
-        target = min(known) if known else None
-    if target is None:
-        return deployments
-    return [deployment for deployment, order in zip(deployments, orders) if order == target]
+        known = [replica.order for _, replica in choices if replica.order is not None]
+        if not known:
+            return choices
+        target = min(known)
+    return [choice for choice in choices if choice[1].order == target]
 
 
-def _weights(deployments: Sequence[Deployment], scoped: Mapping[str, Any] | None) -> list[float]:
+def _weights(replicas: Sequence[Replica], scoped: Mapping[str, Any] | None) -> list[float]:
+    """As LiteLLM's simple-shuffle: weights of the request, else the first of weight, rpm and tpm that any has."""
     if scoped:
-        found = [_number(scoped.get(id_of(deployment))) or 0.0 for deployment in deployments]
+        found = [number(scoped.get(replica.id)) or 0.0 for replica in replicas]
         if max(found, default=0.0) > 0:
             return found
-    for metric in _WEIGHTS:
-        found = [_number(section(deployment, "litellm_params").get(metric)) or 0.0 for deployment in deployments]
+    for found in (
+        [replica.weight or 0.0 for replica in replicas],
+        [replica.rpm or 0.0 for replica in replicas],
+        [replica.tpm or 0.0 for replica in replicas],
+    ):
         if max(found, default=0.0) > 0:
             return found
-    return [1.0] * len(deployments)
+    return [1.0] * len(replicas)
 
 
-def _fits(deployment: Deployment, least_tokens: float) -> bool:
-    limit = _number(section(deployment, "model_info").get("max_input_tokens"))
+def _fits(replica: Replica, least_tokens: float) -> bool:
+    limit = replica.max_input_tokens
     return limit is None or limit <= 0 or least_tokens <= limit
 
 
@@ -103,39 +87,37 @@ def eligible(
     request: Mapping[str, Any],
     group: str,
     least_tokens: float,
-    failed_names: Iterable[str] = (),
+    failed_ids: Iterable[str] = (),
 ) -> Eligible:
     """The deployments LiteLLM's later steps would leave, tags aside.
 
     `least_tokens` is a lower estimate of the prompt's tokens: a context window below it cannot hold the prompt.
-    `failed_names` are ids the hook itself saw failing in this request. A rule that would leave nothing is skipped.
+    `failed_ids` are deployments the hook itself saw failing in this request. A rule that would leave nothing is skipped.
     """
     excluded: dict[str, str] = {}
-    kept = list(deployments)
+    kept: list[Choice] = [(deployment, replica_of(deployment)) for deployment in deployments]
 
-    def narrow(left: list[Deployment], why: str) -> None:
+    def narrow(left: list[Choice], why: str) -> None:
         nonlocal kept
         if not left or len(left) == len(kept):
             return
-        stay = {id(deployment) for deployment in left}
-        for deployment in kept:
-            if id(deployment) not in stay:
-                excluded[id_of(deployment)] = why
+        stay = {id(deployment) for deployment, _ in left}
+        excluded.update((replica.id, why) for deployment, replica in kept if id(deployment) not in stay)
         kept = left
 
-    narrow([d for d in kept if section(d, "model_info").get("blocked") is not True], "paused")
-    target = _number(request.get("_target_order"))
+    narrow([choice for choice in kept if not choice[1].blocked], "paused")
+    target = number(request.get("_target_order"))
     if target is not None:
         narrow(_by_order(kept, target), f"order is not {target:g}")
-    failed = failed_in(request) | set(failed_names)
+    failed = failed_in(request).union(failed_ids)
     if failed:
-        narrow([d for d in kept if id_of(d) not in failed], "failed in this request")
-    narrow([d for d in kept if _fits(d, least_tokens)], "context window too small")
+        narrow([choice for choice in kept if choice[1].id not in failed], "failed in this request")
+    narrow([choice for choice in kept if _fits(choice[1], least_tokens)], "context window too small")
     if target is None:
         narrow(_by_order(kept, None), "a lower order is available")
     router_weights = request.get("_router_weights")
     scoped = router_weights.get(group) if isinstance(router_weights, Mapping) else None
-    weights = _weights(kept, scoped if isinstance(scoped, Mapping) else None)
-    by_id = {id(deployment): weight for deployment, weight in zip(kept, weights)}
-    narrow([d for d in kept if by_id[id(d)] > 0], "weight 0")
-    return Eligible(kept, [by_id[id(deployment)] or 1.0 for deployment in kept], excluded)
+    weights = _weights([replica for _, replica in kept], scoped if isinstance(scoped, Mapping) else None)
+    weight_of = {id(deployment): weight for (deployment, _), weight in zip(kept, weights)}
+    narrow([choice for choice in kept if weight_of[id(choice[0])] > 0], "weight 0")
+    return Eligible(kept, [weight_of[id(deployment)] or 1.0 for deployment, _ in kept], excluded)

@@ -109,7 +109,7 @@ async def _explain_one(hook: Any, router: Any, path: Path, number: int) -> list[
         why = choice.excluded.get(id_of(deployment))
         lines.append(f"replica: {id_of(deployment)} {'not eligible: ' + why if why else 'eligible'}")
     if prefix.keys:
-        weights = {replica_of(d).name: w for d, w in zip(choice.deployments, choice.weights)}
+        weights = {replica.name: w for (_, replica), w in zip(choice.choices, choice.weights)}
         order = [affinity.id_of(name) for name in rendezvous_order(prefix.anchor, weights)]
         lines.append(f"session: {prefix.anchor:016x}, rendezvous order {', '.join(order)}")
     if decision is None:

@@ -18,7 +18,7 @@ from litellm_hooks.calls import Call
 from litellm_hooks.decision_log import DecisionLog
 from litellm_hooks.eligibility import eligible, metadata_of
 from litellm_hooks.errors import ConfigError
-from litellm_hooks.replica import Deployment, Replica, id_of, replica_of
+from litellm_hooks.replica import Deployment, Replica, replica_of
 from litellm_hooks.replica_poll import ReplicaPoll
 from litellm_hooks.settings import Settings
 from litellm_hooks.shared_state import SharedState
@@ -98,12 +98,10 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         prefix = affinity.prefix(call, messages, request, _is_raw_prompt(messages, request))
         least = prefix.size / (3.0 * affinity.chars_per_token(group))
         choice = eligible(allowed, request, group, least, call.failed)
-        kept: list[tuple[Deployment, Replica, float]] = [
-            (deployment, replica_of(deployment), weight)
-            for deployment, weight in zip(choice.deployments, choice.weights)
-        ]
-        self._check_tiers([deployment for deployment, _, _ in kept])
-        affinity.know([replica for _, replica, _ in kept])
+        kept = [(*pair, weight) for pair, weight in zip(choice.choices, choice.weights)]
+        replicas = [replica for _, replica in choice.choices]
+        self._check_tiers(replicas)
+        affinity.know(replicas)
         pinned = self._response_pin(call, kept, request)
         if pinned is not None:
             return [pinned]
@@ -302,12 +300,10 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
             self.affinity.know([known])
         return known
 
-    def _check_tiers(self, deployments: list[Deployment]) -> None:
-        for deployment in deployments:
-            info = deployment.get("model_info")
-            tier = info.get("kv_tier") if isinstance(info, Mapping) else None
-            if tier is not None and tier not in ("nvme", "ram", "none"):
-                self._warn(f"model_info.kv_tier of {id_of(deployment)}: found {tier!r}; allowed: nvme, ram, none; "
+    def _check_tiers(self, replicas: list[Replica]) -> None:
+        for replica in replicas:
+            if replica.tier_found is not None and replica.tier_found != replica.tier:
+                self._warn(f"model_info.kv_tier of {replica.id}: found {replica.tier_found!r}; allowed: nvme, ram, none; "
                            "counted as none")  # fmt: skip
 
     def _warn(self, text: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 
 import msgspec
 
@@ -49,7 +49,8 @@ class Ledger:
         self.ttl_s = ttl_s
         self.default_rate = rate
         self.expired = 0
-        self._leases: OrderedDict[str, Lease] = OrderedDict()
+        self._leases: dict[str, Lease] = {}
+        self._by_ttl: dict[float, deque[Lease]] = {}
         self._loads: dict[str, ServerLoad] = {}
         self._fifo: dict[str, deque[Lease]] = {}
         self._rates: dict[str, float] = {}
@@ -78,10 +79,10 @@ class Ledger:
         load = self.load(server)
         load.prefill_tokens += prefill_tokens
         load.running += 1
-        lease = Lease(
-            call_id, server, prefill_tokens, now, now + (self.ttl_s if ttl_s is None else ttl_s), load.prefill_tokens
-        )
+        lasts = self.ttl_s if ttl_s is None else ttl_s
+        lease = Lease(call_id, server, prefill_tokens, now, now + lasts, load.prefill_tokens)
         self._leases[call_id] = lease
+        self._by_ttl.setdefault(lasts, deque()).append(lease)
         self._fifo.setdefault(server, deque()).append(lease)
 
     def server_of(self, call_id: str) -> str | None:
@@ -111,12 +112,12 @@ class Ledger:
 
     def expire(self, now: float) -> None:
         """Releases what outlived its time, and ends prefills that must be done by now."""
-        while self._leases:
-            oldest = next(iter(self._leases.values()))
-            if oldest.expires_at > now:
-                break
-            self.expired += 1
-            self.release(oldest.call_id)
+        for lasts, leases in self._by_ttl.items():
+            while leases and (leases[0].ended or leases[0].expires_at <= now):
+                oldest = leases.popleft()
+                if not oldest.ended:
+                    self.expired += lasts == self.ttl_s
+                    self.release(oldest.call_id)
         for server, fifo in self._fifo.items():
             while fifo:
                 head = fifo[0]

@@ -21,8 +21,9 @@ from litellm_hooks.canonical import (
 )
 
 BIG_PIECE = 8192
-"""Characters from which a piece is worth recognising by samples instead of hashing it again (encoding and hashing
-8 KiB of ASCII takes about 0.5 µs, drawing the samples as long; other text takes ten times as long)."""
+BIG_WIDE_PIECE = 1024
+"""Characters from which a piece is worth recognising by samples instead of hashing it again. Hashing 8 KiB of ASCII
+takes about as long as drawing the samples; other text has to be encoded first and takes ten times as long."""
 
 HUGE_PIECE = 1 << 20
 """Characters from which a piece is hashed by its ends and evenly spread samples only: 10 MB of text must stay cheap."""
@@ -72,15 +73,34 @@ def _digest(piece: Piece) -> bytes:
 
 def _samples(piece: Piece) -> bytes:
     middle = len(piece) // 2
-    spans = (piece[:192], piece[middle : middle + 192], piece[-192:])
-    return b"".join(_bytes_of(span) for span in spans) + len(piece).to_bytes(8, "little")
+    spans = (piece[:128], piece[middle : middle + 128], piece[-128:])
+    drawn = b"".join(spans) if isinstance(piece, bytes) else _bytes_of("".join(spans))  # type: ignore[arg-type]
+    return drawn + len(piece).to_bytes(8, "little")
 
 
-def _joined(pieces: Sequence[Piece], big: bool) -> bytes:
-    """The bytes of a message; a big piece is replaced by its digest where `big`, by its samples elsewhere."""
+def _is_big(piece: Piece) -> bool:
+    return len(piece) > (BIG_PIECE if isinstance(piece, bytes) or piece.isascii() else BIG_WIDE_PIECE)
+
+
+def _joined(pieces: Sequence[Piece], exact: bool) -> bytes:
+    """The bytes of a message; a big piece is replaced by its digest where `exact`, by its samples elsewhere."""
     return b"\x1f".join(
-        [_bytes_of(p) if len(p) <= BIG_PIECE else (_digest(p) if big else _samples(p)) for p in pieces]
+        [(_digest(piece) if exact else _samples(piece)) if _is_big(piece) else _bytes_of(piece) for piece in pieces]
     )
+
+
+def _recognition(message: object) -> int:
+    """A print by which a message is known again; the digest of all its bytes where no piece of it is big."""
+    if type(message) is dict and len(message) == 2:  # the usual message, by the bytes `_joined` would make of it
+        role, content = message.get("role"), message.get("content")
+        if type(content) is str and type(role) is str and content and role != "system":
+            try:
+                if _is_big(content):
+                    return xxhash.xxh3_64_intdigest(f"{role}\x1f".encode() + _samples(content))
+                return xxhash.xxh3_64_intdigest(f"{role}\x1f{content}".encode())
+            except UnicodeEncodeError:
+                pass
+    return xxhash.xxh3_64_intdigest(_joined(_pieces_of(message), exact=False))
 
 
 class _Trail(msgspec.Struct):
@@ -111,8 +131,7 @@ class SessionMemory:
 
     def chain(self, seed: int, head: int, messages: Sequence[object], root: int) -> tuple[list[int], list[int]]:
         """Keys and ends of `messages` after a head of `head` characters that hashed to `seed`."""
-        pieces = [_pieces_of(message) for message in messages]
-        prints = array("Q", [xxhash.xxh3_64_intdigest(_joined(parts, big=False)) for parts in pieces])
+        prints = array("Q", map(_recognition, messages))
         name = (seed, prints[root])
         trail = self._trails.get(name)
         known = 0
@@ -123,23 +142,20 @@ class SessionMemory:
             else:
                 while prints[known] == trail.prints[known]:
                     known += 1
-        keys = array("Q", trail.keys[:known]) if trail is not None else array("Q")
-        ends = array("Q", trail.ends[:known]) if trail is not None else array("Q")
+        keys = trail.keys[:known] if trail is not None else array("Q")
+        ends = trail.ends[:known] if trail is not None else array("Q")
         key, end = (keys[-1], ends[-1]) if known else (seed, head)
-        for index in range(known, len(pieces)):
-            parts = pieces[index]
+        for index in range(known, len(messages)):
+            pieces = _pieces_of(messages[index])
             exact = prints[index]
-            for piece in parts:
-                end += size_of(piece)
-                if len(piece) > BIG_PIECE:
-                    exact = 0
-            if not exact:
-                exact = xxhash.xxh3_64_intdigest(_joined(parts, big=True))
+            if any(map(_is_big, pieces)):
+                exact = xxhash.xxh3_64_intdigest(_joined(pieces, exact=True))
             key = xxhash.xxh3_64_intdigest(exact.to_bytes(8, "little"), seed=key)
+            end += sum(map(size_of, pieces))
             keys.append(key)
             ends.append(end)
         self.reused += known
-        self.hashed += len(pieces) - known
+        self.hashed += len(messages) - known
         self._remember(name, _Trail(prints, keys, ends))
         return keys.tolist(), ends.tolist()
 
@@ -161,7 +177,7 @@ def _pieces_of(message: object) -> list[Piece]:
 
 def _head(group: str, request: Mapping[str, Any], earlier: int) -> tuple[int, int]:
     pieces = head_pieces(group, request)
-    return xxhash.xxh3_64_intdigest(_joined(pieces, big=True), seed=earlier), sum(size_of(piece) for piece in pieces)
+    return xxhash.xxh3_64_intdigest(_joined(pieces, exact=True), seed=earlier), sum(size_of(piece) for piece in pieces)
 
 
 def chat_prefix(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from litellm_hooks.prefix import Prefix
 
-HOLDERS_A_PREFIX = 3
+HOLDERS_A_PREFIX = 6
 """Replicas remembered for one prefix: where it is now, and where it was before it moved."""
 
 STRIKES = 2
@@ -45,8 +45,17 @@ class PrefixTable:
         The deepest comes first; of equals, the one that was given the prefix last.
         """
         found: dict[str, int] = {}
-        wanted = set(names)
         entries = self._entries
+        # Who holds a deep key was given the root too, and the root is the last key of a prompt to be forgotten: who is
+        # not there is nowhere, unless the root has more holders than an entry remembers.
+        at_root = entries.get(prefix.keys[prefix.root])
+        if at_root is None:
+            return found
+        wanted = set(names)
+        if len(at_root) < HOLDERS_A_PREFIX:
+            wanted &= {holder.name for holder in at_root if holder.alive}
+        if not wanted:
+            return found
         for index in range(len(prefix.keys) - 1, prefix.root - 1, -1):
             holders = entries.get(prefix.keys[index])
             if holders is None:
