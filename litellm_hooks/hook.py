@@ -75,7 +75,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
             if not isinstance(healthy_deployments, list) or not healthy_deployments:
                 return healthy_deployments
             self._start()
-            answer = await self._filter(model, healthy_deployments, messages, request_kwargs or {})
+            answer = await self._filter(model, healthy_deployments, messages, request_kwargs or {}, began)
         except Exception as error:
             self._trouble("filter", error)
             return healthy_deployments
@@ -83,7 +83,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         return answer or healthy_deployments
 
     async def _filter(
-        self, group: str, deployments: list[Any], messages: Any, request: Mapping[str, Any]
+        self, group: str, deployments: list[Any], messages: Any, request: Mapping[str, Any], began: float
     ) -> list[Any] | None:
         affinity = self.affinity
         call_id = request.get("litellm_call_id")
@@ -102,7 +102,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         replicas = [replica for _, replica in choice.choices]
         self._check_tiers(replicas)
         affinity.know(replicas)
-        pinned = self._response_pin(call, kept, request)
+        pinned = self._response_pin(call, kept, request, began)
         if pinned is not None:
             return [pinned]
         if not prefix.keys:
@@ -118,7 +118,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
                 metrics.DECISIONS.labels(reason).inc()
                 if decision.reason in ("moved", "spill", "bound"):
                     metrics.SPILLS.inc()
-                self._log_decision(call, len(kept))
+                self._log_decision(call, len(kept), began)
                 return [deployment]
             del kept[place]
         affinity.ended(call_id)
@@ -129,7 +129,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         metrics.DECISIONS.labels(reason).inc()
 
     def _response_pin(
-        self, call: Call, kept: list[tuple[Deployment, Replica, float]], request: Mapping[str, Any]
+        self, call: Call, kept: list[tuple[Deployment, Replica, float]], request: Mapping[str, Any], began: float
     ) -> Deployment | None:
         """The replica that holds the response a /v1/responses request goes on from: only there it is stored."""
         previous = request.get("previous_response_id")
@@ -141,7 +141,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
             if replica.id == model_id or (model_id is None and replica.name == home):
                 self.affinity.pinned(call, replica, "response")
                 metrics.DECISIONS.labels("response").inc()
-                self._log_decision(call, len(kept))
+                self._log_decision(call, len(kept), began)
                 return deployment
         return None
 
@@ -315,7 +315,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         metrics.ERRORS.labels(where).inc()
         self._warn(f"{where}: {type(error).__name__}: {error}; the request went on without a decision")
 
-    def _log_decision(self, call: Call, eligible_count: int) -> None:
+    def _log_decision(self, call: Call, eligible_count: int, began: float) -> None:
         if self.log is None:
             return
         decision = call.decision
@@ -331,6 +331,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
             prompt_tokens=round(call.prefix.size / self.affinity.chars_per_token(call.group)),
             eligible=eligible_count,
             failed=sorted(call.failed),
+            took_us=round(1e6 * (time.perf_counter() - began)),
         )
 
     def _write(self, **fields: Any) -> None:

@@ -165,7 +165,7 @@ def proxy_command(folder: Path, config: dict[str, Any], port: int, workers: int)
 def running_proxy(folder: Path, config: dict[str, Any], workers: int = 1, **env: str) -> Iterator[Proxy]:
     port = free_port()
     command = proxy_command(folder, config, port, workers)
-    process = Process(command, folder / "proxy.log", env=proxy_environment(folder, **env), cwd=folder)
+    process = Process(command, folder / "proxy.log", env=proxy_environment(folder, **env), cwd=folder.parent)
     proxy = Proxy(f"http://127.0.0.1:{port}", process, folder)
     try:
         def up() -> bool:
@@ -174,7 +174,7 @@ def running_proxy(folder: Path, config: dict[str, Any], workers: int = 1, **env:
                 f"{proxy.url}/health/liveliness"
             )
 
-        wait_for(up, seconds=90, every=0.2)
+        wait_for(up, seconds=240, every=0.2)  # four workers import LiteLLM at once
         yield proxy
     finally:
         proxy.client.close()
