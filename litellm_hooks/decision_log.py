@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import os
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -70,6 +69,6 @@ class DecisionLog:
                 older = Path(f"{self.path}.{number}")
                 newer = self.path if number == 1 else Path(f"{self.path}.{number - 1}")
                 if newer.exists():
-                    os.replace(newer, older)
+                    newer.replace(older)
             if self.files == 1:
                 self.path.unlink(missing_ok=True)

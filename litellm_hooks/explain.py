@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +42,9 @@ def configuration_notes(config: Mapping[str, Any], path: Path) -> list[str]:
     for entry in config.get("model_list") or []:
         info = entry.get("model_info") or {}
         if info.get("kv_tier") not in (None, "nvme", "ram", "none"):
-            notes.append(f"model_info.kv_tier of {entry.get('model_name')}: {info['kv_tier']!r} is none of nvme, ram, none")
+            notes.append(
+                f"model_info.kv_tier of {entry.get('model_name')}: {info['kv_tier']!r} is none of nvme, ram, none"
+            )
     return notes
 
 
@@ -69,7 +70,9 @@ async def explain(config_path: Path, request_paths: list[Path]) -> list[str]:
 
     logging.getLogger("LiteLLM").setLevel(logging.ERROR)
     litellm.suppress_debug_info = True
-    hook = PrefixAffinity(msgspec.structs.replace(settings, decision_log=None, share_by_redis=False, poll_metrics_s=0.0))
+    hook = PrefixAffinity(
+        msgspec.structs.replace(settings, decision_log=None, share_by_redis=False, poll_metrics_s=0.0)
+    )
     known = {key: value for key, value in (config.get("router_settings") or {}).items() if not key.startswith("redis")}
     router = Router(model_list=[dict(entry) for entry in config.get("model_list") or []], **known)
     hook._router = router

@@ -94,7 +94,8 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         router = self._router or seams.running_router()
         allowed = await seams.tagged(router, group, deployments, request)
         if allowed is None:
-            return self._unclear(call, "tags")
+            self._unclear(call, "tags")
+            return None
         prefix = affinity.prefix(call, messages, request, _is_raw_prompt(messages, request))
         least = prefix.size / (3.0 * affinity.chars_per_token(group))
         choice = eligible(allowed, request, group, least, call.failed)
@@ -122,7 +123,8 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
                 return [deployment]
             del kept[place]
         affinity.ended(call_id)
-        return self._unclear(call, "checks")
+        self._unclear(call, "checks")
+        return None
 
     def _unclear(self, call: Call, reason: str) -> None:
         call.decision, call.reason = None, reason

@@ -119,7 +119,9 @@ def load_settings(callback_settings: object, environment: Mapping[str, str] | No
                 raise ConfigError(f"callback_settings.{key}", repr(key), SECTION, f"Rename it to {SECTION!r}.")
     section = sections.get(SECTION)
     if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(f"callback_settings.{SECTION}", repr(section), "a mapping of settings", "Indent the settings.")
+        raise ConfigError(
+            f"callback_settings.{SECTION}", repr(section), "a mapping of settings", "Indent the settings."
+        )
     for name, value in (section or {}).items():
         where = f"callback_settings.{SECTION}.{name}"
         if name not in _FIELDS:

@@ -86,7 +86,9 @@ def isolate(data: MutableMapping[str, Any], call_type: object, tenant: str | Non
     place["kv_transfer_params"] = {TENANT_TAG: tenant}
 
 
-def adapt_to_deployment(kwargs: Mapping[str, Any], call_type: object, lora: str | None, isolated: bool) -> dict[str, Any] | None:
+def adapt_to_deployment(
+    kwargs: Mapping[str, Any], call_type: object, lora: str | None, isolated: bool
+) -> dict[str, Any] | None:
     """The request as the picked deployment needs it, None where it is right already: a LoRA's name as a tag of its
     own, and neither tag nor salt for a provider that is no vLLM and would refuse them."""
     vllm = _is_vllm(kwargs)

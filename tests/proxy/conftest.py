@@ -52,7 +52,9 @@ def answers(url: str) -> bool:
 class Process:
     """A child in a process group of its own, ended with everything it started."""
 
-    def __init__(self, command: list[str], log: Path, env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self, command: list[str], log: Path, env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
         self.log = log
         with log.open("ab") as out:
             self.child = subprocess.Popen(
@@ -168,6 +170,7 @@ def running_proxy(folder: Path, config: dict[str, Any], workers: int = 1, **env:
     process = Process(command, folder / "proxy.log", env=proxy_environment(folder, **env), cwd=folder.parent)
     proxy = Proxy(f"http://127.0.0.1:{port}", process, folder)
     try:
+
         def up() -> bool:
             assert process.child.poll() is None, proxy.log()[-3000:]
             return proxy.log().count("Application startup complete") >= workers and answers(
@@ -188,8 +191,11 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, P
     if binary is None:
         pytest.skip("redis-server is not installed")
     folder, port = tmp_path_factory.mktemp("redis"), free_port()
-    process = Process([binary, "--port", str(port), "--save", "", "--bind", "127.0.0.1"], folder / "redis.log", cwd=folder)
+    process = Process(
+        [binary, "--port", str(port), "--save", "", "--bind", "127.0.0.1"], folder / "redis.log", cwd=folder
+    )
     try:
+
         def up() -> bool:
             with socket.socket() as probe:
                 return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -48,7 +48,13 @@ class Replica:
     """One replica's cache, queue and counters."""
 
     def __init__(self, name: str, blocks: int, prefill_rate: float, decode_ms: float, tier: Path | None) -> None:
-        self.name, self.blocks, self.prefill_rate, self.decode_ms, self.tier = name, blocks, prefill_rate, decode_ms, tier
+        self.name, self.blocks, self.prefill_rate, self.decode_ms, self.tier = (
+            name,
+            blocks,
+            prefill_rate,
+            decode_ms,
+            tier,
+        )
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.requests: list[dict[str, Any]] = []
         self.answers: list[dict[str, Any]] = []
@@ -293,6 +299,9 @@ def build(replica: Replica) -> Starlette:
     async def models(_request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
 
+    async def server_info(_request: Request) -> Response:
+        return JSONResponse({"model_path": "tiny", "is_generation": True, "max_num_reqs": 64})
+
     async def seen(_request: Request) -> Response:
         return JSONResponse(replica.requests)
 
@@ -308,6 +317,8 @@ def build(replica: Replica) -> Starlette:
 
     async def wipe(_request: Request) -> Response:
         replica.cache.clear()
+        replica.answers.clear()
+        replica.requests.clear()
         return PlainTextResponse("ok")
 
     return Starlette(
@@ -320,6 +331,10 @@ def build(replica: Replica) -> Starlette:
             Route("/v1/models", models),
             Route("/metrics", metrics),
             Route("/health", health),
+            Route("/get_server_info", server_info),
+            Route("/get_model_info", server_info),
+            Route("/server_info", server_info),
+            Route("/model_info", server_info),
             Route("/_requests", seen),
             Route("/_state", state),
             Route("/_fail", fail, methods=["POST"]),

@@ -146,11 +146,18 @@ def claude_code(turns: int, cch: str, marker: str) -> dict[str, Any]:
         for name in ("Bash", "Read", "Edit")
     ]  # fmt: skip
     history: list[dict[str, Any]] = [
-        {"role": "user", "content": [{"type": "text", "text": f"<system-reminder>x</system-reminder> session {marker} "}]}
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": f"<system-reminder>x</system-reminder> session {marker} "}],
+        }
     ]
     for turn in range(turns):
         use = {"type": "tool_use", "id": f"toolu_{turn}", "name": "Read", "input": {"p": f"file{turn}.py"}}
-        result = {"type": "tool_result", "tool_use_id": f"toolu_{turn}", "content": [{"type": "text", "text": "line\n" * 300}]}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": f"toolu_{turn}",
+            "content": [{"type": "text", "text": "line\n" * 300}],
+        }
         history += [
             {"role": "assistant", "content": [{"type": "text", "text": "I read it."}, use]},
             {"role": "user", "content": [result]},
@@ -212,7 +219,9 @@ def test_malformed_requests_are_routed_as_without_the_hook(rig: Rig, body: dict[
     """What a client may get wrong never fails in the hook: its error counters stand still."""
     before = {name: value for name, value in rig.metrics().items() if "_errors_total" in name}
     answer = rig.proxy.client.post(
-        "/v1/chat/completions", content=json.dumps({"model": "coder", **body}), headers={"content-type": "application/json"}
+        "/v1/chat/completions",
+        content=json.dumps({"model": "coder", **body}),
+        headers={"content-type": "application/json"},
     )
     litellm_refuses = answer.status_code in (400, 422) or "Invalid user message" in answer.text
     assert answer.status_code == 200 or litellm_refuses, answer.text[:300]
@@ -276,7 +285,11 @@ def test_killed_replica_costs_no_client_error(rig: Rig) -> None:
         with httpx.Client(base_url=rig.proxy.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
             turns = 1
             while not stop.is_set():
-                body = {"model": "coder", "messages": session(f"kill {number}", turns, chars=400), "stream": number % 2 == 0}
+                body = {
+                    "model": "coder",
+                    "messages": session(f"kill {number}", turns, chars=400),
+                    "stream": number % 2 == 0,
+                }
                 answer = client.post("/v1/chat/completions", json=body)
                 if answer.status_code != 200 or "error" in answer.text:
                     failures.append(answer.text[-300:])

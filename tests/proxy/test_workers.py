@@ -90,7 +90,10 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
 def test_four_workers_agree_without_redis(four: Four) -> None:
     """Every turn of a session goes to one replica whichever worker takes it, and several workers take turns."""
     for number in range(6):
-        homes = {ask(four.proxy, session(f"agree {number}", turns), "large").headers["x-kv-replica"] for turns in (1, 3, 5, 7)}
+        homes = {
+            ask(four.proxy, session(f"agree {number}", turns), "large").headers["x-kv-replica"]
+            for turns in (1, 3, 5, 7)
+        }
         assert len(homes) == 1
     assert len({line["worker"] for line in wait_for(lambda: decisions(four.log))}) >= 2
 
@@ -102,8 +105,14 @@ def test_tenants_never_share_a_cache(four: Four) -> None:
     ask(four.proxy, messages, "large", key=red)
     own = ask(four.proxy, messages, "large", key=red).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     (salt,) = {body["cache_salt"] for body in four.bodies("session tenants ")}
-    forged = {"cache_salt": salt, "kv_transfer_params": {"lmcache.tag.tenant": salt}, "additional_drop_params": ["cache_salt"]}
-    other = ask(four.proxy, messages, "large", key=blue, **forged).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    forged = {
+        "cache_salt": salt,
+        "kv_transfer_params": {"lmcache.tag.tenant": salt},
+        "additional_drop_params": ["cache_salt"],
+    }
+    other = ask(four.proxy, messages, "large", key=blue, **forged).json()["usage"]["prompt_tokens_details"][
+        "cached_tokens"
+    ]
     assert own > 500
     assert other == 0
     bodies = four.bodies("session tenants ")
@@ -132,9 +141,13 @@ def test_tags_weight_zero_and_lora(four: Four) -> None:
     """A pin never crosses a tag, a drained replica gets nothing, a LoRA's requests carry its name."""
     for number in range(6):
         messages = session(f"tags {number}", 1, chars=300)
-        assert ask(four.proxy, messages, "tagged", metadata={"tags": ["free"]}).headers["x-kv-replica"] == "large-1-tagged"
+        assert (
+            ask(four.proxy, messages, "tagged", metadata={"tags": ["free"]}).headers["x-kv-replica"] == "large-1-tagged"
+        )
         homes = {
-            ask(four.proxy, session(f"tags {number}", turns, 300), "tagged", metadata={"tags": ["paid"]}).headers["x-kv-replica"]
+            ask(four.proxy, session(f"tags {number}", turns, 300), "tagged", metadata={"tags": ["paid"]}).headers[
+                "x-kv-replica"
+            ]
             for turns in (3, 5)
         }
         assert len(homes) == 1
@@ -168,7 +181,12 @@ def test_workers_share_moves_and_load_by_redis(tmp_path: Path, redis_url: tuple[
         proxy = stack.enter_context(running_proxy(tmp_path, config, workers=2))
         for number in range(8):  # both workers have begun, and begun to exchange
             ask(proxy, session(f"warm {number}", 1, 100), "coder")
-        wait_for(lambda: len({line["worker"] for line in decisions(log)}) == 2 or ask(proxy, session("w", 1, 100), "coder") is None)
+        wait_for(
+            lambda: (
+                len({line["worker"] for line in decisions(log)}) == 2
+                or ask(proxy, session("w", 1, 100), "coder") is None
+            )
+        )
         homes = {n: ask(proxy, session(f"home {n}", 1, 100), "coder").headers["x-kv-replica"] for n in range(8)}
         blocker = next(n for n, home in homes.items() if home == "coder-1")
         stop = threading.Event()
@@ -187,12 +205,17 @@ def test_workers_share_moves_and_load_by_redis(tmp_path: Path, redis_url: tuple[
             wait_for(lambda: servers[0].state()["running"] > 0)
             wait_for(
                 lambda: all(
-                    ask(proxy, session(f"push {i} {threading.get_ident()}", 1, 100), "coder").headers["x-kv-replica"] == "coder-2"
+                    ask(proxy, session(f"push {i} {threading.get_ident()}", 1, 100), "coder").headers["x-kv-replica"]
+                    == "coder-2"
                     for i in range(6)
                 ),
                 seconds=20,
             )
-            moved = [n for n in range(8) if ask(proxy, session(f"move {n}", 1, 2000), "coder").headers["x-kv-replica"] == "coder-2"]
+            moved = [
+                n
+                for n in range(8)
+                if ask(proxy, session(f"move {n}", 1, 2000), "coder").headers["x-kv-replica"] == "coder-2"
+            ]
         finally:
             stop.set()
             holder.join()

@@ -59,7 +59,11 @@ def test_weights_of_the_request_come_first() -> None:
 
 def test_small_context_window_is_not_eligible() -> None:
     """A window below the least the prompt can be is skipped while another holds it."""
-    pool = [deployment("a", {"max_input_tokens": 1000}), deployment("b", {"max_input_tokens": 100_000}), deployment("c")]
+    pool = [
+        deployment("a", {"max_input_tokens": 1000}),
+        deployment("b", {"max_input_tokens": 100_000}),
+        deployment("c"),
+    ]
     assert left(pool, tokens=5000) == ["b", "c"]
     assert left(pool[:1], tokens=5000) == ["a"]
 

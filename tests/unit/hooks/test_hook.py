@@ -54,17 +54,31 @@ class Proxy:
         self.calls += 1
         call_id = call_id or f"call-{self.calls}"
         (name,) = await self.pick(messages, call_id, **request)
-        kwargs = {"litellm_call_id": call_id, "model": "hosted_vllm/x", "api_base": "http://x", "model_info": {"id": name}}
+        kwargs = {
+            "litellm_call_id": call_id,
+            "model": "hosted_vllm/x",
+            "api_base": "http://x",
+            "model_info": {"id": name},
+        }
         await self.hook.async_pre_call_deployment_hook(kwargs, "acompletion")
         await self.hook.async_post_call_success_deployment_hook(kwargs, {}, "acompletion")
         size = sum(len(message["content"]) for message in messages) // 4
         usage = {"prompt_tokens": size, "prompt_tokens_details": None if cached is None else {"cached_tokens": cached}}
-        logged = {"litellm_call_id": call_id, "litellm_params": {"model_info": {"id": name}}, "call_type": "acompletion"}
+        logged = {
+            "litellm_call_id": call_id,
+            "litellm_params": {"model_info": {"id": name}},
+            "call_type": "acompletion",
+        }
         await self.hook.async_log_success_event(logged, {"usage": usage}, 0, 0)
         return name
 
     async def fail(self, call_id: str, name: str, error: str) -> None:
-        kwargs = {"litellm_call_id": call_id, "model": "hosted_vllm/x", "api_base": "http://x", "model_info": {"id": name}}
+        kwargs = {
+            "litellm_call_id": call_id,
+            "model": "hosted_vllm/x",
+            "api_base": "http://x",
+            "model_info": {"id": name},
+        }
         await self.hook.async_pre_call_deployment_hook(kwargs, "acompletion")
         await self.hook.async_post_call_failure_deployment_hook(kwargs, RuntimeError(error), "acompletion")
 
@@ -227,7 +241,9 @@ def test_bridged_call_is_one_lease() -> None:
     async def work(proxy: Proxy) -> None:
         (name,) = await proxy.pick(session(1, 1), "x")
         for call_type in ("anthropic_messages", "acompletion"):
-            await proxy.hook.async_pre_call_deployment_hook({"litellm_call_id": "x", "model_info": {"id": name}}, call_type)
+            await proxy.hook.async_pre_call_deployment_hook(
+                {"litellm_call_id": "x", "model_info": {"id": name}}, call_type
+            )
         assert proxy.hook.affinity.ledger.load(f"http://{name}/v1").running == 1
 
     run(work)
@@ -310,7 +326,8 @@ def test_package_imports_neither_torch_nor_the_other_packages() -> None:
 def test_decision_takes_a_fraction_of_reading_the_request() -> None:
     """The filter costs at most three times what parsing 100 KB of history as JSON costs (0.3 ms where that takes 0.1)."""
     messages = [
-        {"role": ("user", "assistant")[i % 2], "content": f"{i} " + "some words of a history, 42\n" * 60} for i in range(60)
+        {"role": ("user", "assistant")[i % 2], "content": f"{i} " + "some words of a history, 42\n" * 60}
+        for i in range(60)
     ]
     text = json.dumps(messages)
 

@@ -164,9 +164,10 @@ def test_big_pieces_differ_by_their_middle() -> None:
     """A long text that differs anywhere has another key when no memory helps."""
     text = "x" * (BIG_PIECE * 3)
     at = BIG_PIECE + 77
-    assert prefix_of([{"role": "user", "content": text}]).keys != prefix_of(
-        [{"role": "user", "content": text[:at] + "y" + text[at + 1 :]}]
-    ).keys
+    assert (
+        prefix_of([{"role": "user", "content": text}]).keys
+        != prefix_of([{"role": "user", "content": text[:at] + "y" + text[at + 1 :]}]).keys
+    )
 
 
 def test_raw_prompt_is_cut_into_chunks() -> None:
@@ -196,7 +197,13 @@ for _ in range(3000):
         [{"role": "user", "content": [{"type": "text", "text": None}]}],
         [{"role": "user", "content": {"type": "text", "text": "x"}}],
         [{"role": "user", "content": "\ud800 half a pair"}],
-        [{"role": "assistant", "content": None, "tool_calls": [{"id": 1, "function": {"name": "f", "arguments": deep}}]}],
+        [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": 1, "function": {"name": "f", "arguments": deep}}],
+            }
+        ],
         [{"role": "user", "content": deep}],
         [{"role": "user", "content": [1, 2, 3, 4, 5]}],
         [{"role": "user", "content": b"bytes"}],
@@ -219,7 +226,9 @@ json_values = st.recursive(
     max_leaves=12,
 )
 loose_messages = st.lists(
-    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "type"]), json_values), min_size=1, max_size=5
+    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "type"]), json_values),
+    min_size=1,
+    max_size=5,
 )
 
 
