@@ -1,0 +1,58 @@
+# `make demo` and `make test` need Python 3.11 to 3.13 with venv, and make; everything else they fetch themselves.
+VENV ?= .venv
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
+READY := $(VENV)/.setup-complete
+OVERLAYS := .cache/lmcache
+# The releases besides the installed one that the adaptations are tested against.
+OVERLAY_VERSIONS := 0.5.4 0.5.5
+PYTEST = $(VENV)/bin/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-integration test-engine lint overlays clean
+
+help:
+	@echo 'make demo              a prompt survives an engine restart, shown on this machine without a GPU'
+	@echo 'make test              all tests'
+	@echo 'make test-unit         seconds, no engine'
+	@echo 'make test-integration  the real LMCache on CPU tensors'
+	@echo 'make test-engine       the real vLLM on the CPU'
+	@echo 'make lint              ruff and mypy'
+	@echo 'make clean             remove the environment and what was fetched into this folder'
+
+# DEMO takes options of `kvtier demo`: make demo DEMO='--model random --json result.json'
+demo: $(READY)
+	@$(VENV)/bin/kvtier demo $(DEMO)
+
+# One pytest for all of it, so that its summary is the last word; .ci/run reads the status that make would change to 2.
+test: $(READY) overlays
+	@mkdir -p .cache && rm -f .cache/pytest-status
+	@$(PYTEST) tests; status=$$?; echo $$status > .cache/pytest-status; exit $$status
+
+test-unit: $(READY)
+	@$(PYTEST) tests/unit
+
+test-integration: $(READY) overlays
+	@$(PYTEST) tests/integration
+
+test-engine: $(READY)
+	@$(PYTEST) tests/engine
+
+# test-proxy, test-patches and the like: one target a folder of tests/, as above.
+
+lint: $(READY)
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+
+setup: $(READY)
+
+$(READY): pyproject.toml requirements/test-env.txt scripts/setup.py
+	@test -n '$(PYTHON)' || { echo 'No Python 3.11, 3.12 or 3.13 was found; install one, or name it: make PYTHON=…' >&2; exit 1; }
+	@$(PYTHON) scripts/setup.py '$(VENV)'
+
+overlays: $(READY)
+	@$(VENV)/bin/python scripts/fetch_lmcache.py $(OVERLAYS) $(OVERLAY_VERSIONS)
+
+clean:
+	rm -rf '$(VENV)' .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,266 @@
+"""The few places where LMCache has to be told of this backend: in the process, no file is changed.
+
+Each adaptation wraps one function and does nothing unless LMCache's configuration names this backend. It is armed by a
+post-import hook (vLLM's entry point) or, at the latest, when the plugin is constructed, which is before LMCache picks
+its allocator. Each checks the function it wraps; one that it does not know is refused with LMCache's version.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import wrapt
+
+from lmcache_nvme_backend.doors import scope, start
+from lmcache_nvme_backend.errors import ConfigError
+from lmcache_nvme_backend.settings import names_this_backend
+
+SUPPORTED = "0.5.4 to 0.5.6"
+Function = Callable[..., Any]
+
+
+def _ours(config: Any) -> bool:
+    return names_this_backend(getattr(config, "extra_config", None), getattr(config, "storage_plugins", None))
+
+
+def find_backend(storage_manager: Any) -> Any | None:
+    """Our backend among a ``StorageManager``'s, also behind LMCache's audit wrapper."""
+    door = sys.modules.get("lmcache_nvme_backend.doors.lmcache_backend")
+    if door is None or storage_manager is None:
+        return None
+    for backend in storage_manager.storage_backends.values():
+        backend = getattr(backend, "real_backend", backend)
+        if isinstance(backend, door.NvmeBackend):
+            return backend
+    return None
+
+
+def _own_allocator(original: Function) -> Function:
+    @functools.wraps(original)
+    def _get_allocator_backend(self: Any, config: Any) -> Any:
+        if "LocalCPUBackend" not in self.storage_backends and (backend := find_backend(self)) is not None:
+            return backend
+        return original(self, config)
+
+    return _get_allocator_backend
+
+
+def _announced_store(original: Function) -> Function:
+    @functools.wraps(original)
+    def store(
+        self: Any, tokens: Any = None, hashes: Any = None, offsets: Any = None, mask: Any = None, **kw: Any
+    ) -> Any:
+        backend = find_backend(self.storage_manager)
+        if backend is None or tokens is None:
+            return original(self, tokens, hashes, offsets, mask, **kw)
+        skipped = int(mask.numel() - mask.sum()) if mask is not None else 0
+        with backend.storing(kw.get("req_id"), skipped, len(tokens)) as admitted:
+            return original(self, tokens, hashes, offsets, mask, **kw) if admitted else None
+
+    return store
+
+
+def _marked_request(original: Function) -> Function:
+    @functools.wraps(original)
+    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
+        if _ours(self.config):
+            scope.mark_request(request)
+        return original(self, request, num_computed_tokens)
+
+    return get_num_new_matched_tokens
+
+
+def _stepped_save(original: Function) -> Function:
+    @functools.wraps(original)
+    def wait_for_save(self: Any) -> Any:
+        engine = self.lmcache_engine
+        backend = find_backend(engine.storage_manager) if engine is not None else None
+        if backend is not None:
+            backend.start_step()
+        return original(self)
+
+    return wait_for_save
+
+
+def _cpu_connector(original: Function) -> Function:
+    @functools.wraps(original)
+    def CreateGPUConnector(config: Any, metadata: Any, engine: Any, *args: Any, **kw: Any) -> Any:
+        from lmcache import torch_device_type
+
+        if torch_device_type == "cpu" and getattr(engine, "name", "") == "VLLM" and _ours(config):
+            from lmcache_nvme_backend.doors.cpu_connector import CpuBlockConnector
+
+            return CpuBlockConnector(metadata)
+        return original(config, metadata, engine, *args, **kw)
+
+    return CreateGPUConnector
+
+
+def _loud_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, *args: Any, **kw: Any) -> None:
+        original(self, config, *args, **kw)
+        if self._init_failed and _ours(config):
+            _fail_or_degrade(self, config, self._init_failed_reason.strip().splitlines()[-1])
+
+    return __init__
+
+
+def _loud_post_init(original: Function) -> Function:
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        degraded_before = self._init_failed
+        original(self)
+        engine = self.lmcache_engine
+        if engine is None or degraded_before or not _ours(self.config):
+            return
+        failure = start.take_failure()
+        passive = engine.storage_manager is None and not self._init_failed
+        if failure is None and (passive or find_backend(engine.storage_manager) is not None):
+            return
+        reason = failure or (self._init_failed_reason.strip().splitlines() or ["the plugin was not constructed"])[-1]
+        _fail_or_degrade(self, self.config, reason)
+
+    return post_init
+
+
+def _fail_or_degrade(manager: Any, config: Any, reason: BaseException | str) -> None:
+    if start.wants_degrade(config.extra_config):
+        start.announce_degraded(reason)
+        start.show_degraded(manager.lmcache_engine_metadata)
+        return
+    refused = start.refuse(reason)
+    # LMCache's event loop thread is not a daemon: left running, it would keep the dead worker alive.
+    manager.stop_services()
+    raise refused
+
+
+class Adaptation(msgspec.Struct, frozen=True):
+    """One wrapped function: where it is, which leading parameters it must have, and what it becomes."""
+
+    id: str
+    title: str
+    module: str
+    attribute: str
+    parameters: tuple[str, ...]
+    wrap: Callable[[Function], Function]
+
+    def locate(self) -> tuple[Any, str, Function]:
+        """The owner, the name and the function as it stands. AttributeError where LMCache has no such function."""
+        owner: Any = importlib.import_module(self.module)
+        *path, name = self.attribute.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        return owner, name, getattr(owner, name)
+
+    def state(self) -> str:
+        """``applied``, ``needed`` or ``unknown code``."""
+        try:
+            _, _, function = self.locate()
+        except (ImportError, AttributeError):
+            return "unknown code"
+        if getattr(function, "_kvtier", None) == self.id:
+            return "applied"
+        found = tuple(inspect.signature(function).parameters)
+        return "needed" if found[: len(self.parameters)] == self.parameters else "unknown code"
+
+    def apply(self) -> None:
+        """Wrap the function; nothing where it is wrapped already.
+
+        Raises:
+            ConfigError: LMCache's function is not the one this adaptation was written for.
+        """
+        state = self.state()
+        if state == "unknown code":
+            raise ConfigError(
+                "lmcache", f"version {lmcache_version()}, whose {self.module}.{self.attribute} is not known here",
+                f"versions {SUPPORTED}", f"Install one of them (adaptation {self.id}: {self.title}).",
+            )  # fmt: skip
+        if state == "needed":
+            owner, name, function = self.locate()
+            wrapped = self.wrap(function)
+            wrapped._kvtier = self.id  # type: ignore[attr-defined]
+            setattr(owner, name, wrapped)
+
+
+_V1 = "lmcache.v1"
+_ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
+ADAPTATIONS = (
+    Adaptation(
+        "lmcache-allocator", "this backend is the allocator where LMCache has no CPU pool",
+        f"{_V1}.storage_backend.storage_manager", "StorageManager._get_allocator_backend", ("self", "config"),
+        _own_allocator,
+    ),
+    Adaptation(
+        "lmcache-store", "a store says which request and which part of its prefix it is",
+        f"{_V1}.cache_engine", "LMCacheEngine.store", ("self", "tokens", "hashes", "offsets", "mask"), _announced_store,
+    ),
+    Adaptation(
+        "lmcache-init", "a failed start ends the engine instead of serving without a cache",
+        f"{_V1}.manager", "LMCacheManager.__init__", ("self", "config", "service_factory"), _loud_init,
+    ),
+    Adaptation(
+        "lmcache-post-init", "a failed plugin ends the engine instead of serving without a cache",
+        f"{_V1}.manager", "LMCacheManager.post_init", ("self",), _loud_post_init,
+    ),
+    Adaptation(
+        "lmcache-cpu-connector", "LMCache has no connector for in-process vLLM on a CPU",
+        f"{_V1}.gpu_connector", "CreateGPUConnector", ("config", "metadata", "engine"), _cpu_connector,
+    ),
+    Adaptation(
+        "lmcache-scope", "LoRA adapter and cache_salt become part of the key",
+        _ADAPTER, "LMCacheConnectorV1Impl.get_num_new_matched_tokens", ("self", "request", "num_computed_tokens"),
+        _marked_request,
+    ),
+    Adaptation(
+        "lmcache-step", "the bound on store waits is a step's",
+        _ADAPTER, "LMCacheConnectorV1Impl.wait_for_save", ("self",), _stepped_save,
+    ),
+)  # fmt: skip
+
+
+def arm() -> None:
+    """Apply each adaptation as soon as its module is imported. Errors come up where the plugin is built."""
+
+    def hook(adaptation: Adaptation) -> Callable[[Any], None]:
+        def apply(module: Any) -> None:
+            try:
+                adaptation.apply()
+            except ConfigError as e:
+                start.record_failure(e)
+
+        return apply
+
+    for adaptation in ADAPTATIONS:
+        wrapt.register_post_import_hook(hook(adaptation), adaptation.module)
+
+
+def apply_all(with_vllm: bool) -> None:
+    """Apply every adaptation now, those of the vLLM adapter only where vLLM is the engine.
+
+    Raises:
+        ConfigError: one of them does not know the installed LMCache.
+    """
+    for adaptation in ADAPTATIONS:
+        if with_vllm or adaptation.module != _ADAPTER:
+            adaptation.apply()
+
+
+def lmcache_version() -> str:
+    try:
+        return importlib.metadata.version("lmcache")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def adaptations() -> list[dict[str, str]]:
+    """What this stack carries for LMCache, for ``kvtier patch status``: id, title, state, detail."""
+    detail = f"LMCache {lmcache_version()}; in the process, no file is changed"
+    return [{"id": a.id, "title": a.title, "state": a.state(), "detail": detail} for a in ADAPTATIONS]

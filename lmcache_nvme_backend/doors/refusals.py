@@ -1,0 +1,61 @@
+"""Configurations this door refuses, each with its reason and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lmcache_nvme_backend.errors import ConfigError
+
+_LMCACHE = {
+    "use_layerwise": (
+        "layer-by-layer transfer asks for one layer of every chunk at a time, which this store does not keep apart",
+        "Remove use_layerwise: chunks are loaded whole and in parallel.",
+    ),
+    "enable_pd": (
+        "prefill-decode disaggregation brings its own allocator, and chunks would bypass the NVMe tier",
+        "Use LMCache's PD backend without this plugin, or this plugin on a non-disaggregated engine.",
+    ),
+    "enable_blending": (
+        "blending recomputes parts of a chunk in place, so what is stored would not be what the key promises",
+        "Remove enable_blending.",
+    ),
+}
+
+
+def check_lmcache(get: Callable[[str], Any]) -> None:
+    """Refuse LMCache settings that cannot work with this backend; ``get`` reads a field or gives ``None``.
+
+    Raises:
+        ConfigError: naming the first such setting.
+    """
+    for field, (why, todo) in _LMCACHE.items():
+        if get(field):
+            raise ConfigError(field, f"true, but {why}", "false with lmcache_nvme_backend", todo)
+    size = get("max_local_cpu_size")
+    if size is not None and float(size) <= 0 and get("local_disk"):
+        raise ConfigError(
+            "local_disk", repr(get("local_disk")), "nothing while max_local_cpu_size is 0",
+            "LMCache's own disk backend needs its CPU pool. Remove local_disk: this tier replaces it.",
+        )  # fmt: skip
+
+
+def check_vllm(vllm_config: Any) -> None:
+    """Refuse vLLM settings under which KV would be wrong or requests would die.
+
+    Raises:
+        ConfigError: naming the first such setting.
+    """
+    transfer = vllm_config.kv_transfer_config
+    policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))
+    if policy != "recompute":
+        raise ConfigError(
+            "kv_load_failure_policy", repr(policy), "recompute",
+            'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config: a chunk that cannot be read is then '
+            "computed again; with vLLM's default the request dies.",
+        )  # fmt: skip
+    if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
+        raise ConfigError(
+            "--enable-prompt-embeds", "true", "false with lmcache_nvme_backend",
+            "Chunks are found by token ids, and embedded prompts have none. Start without it.",
+        )  # fmt: skip

@@ -1,0 +1,145 @@
+"""The tier's numbers on the engine's own ``/metrics``, whichever process they are counted in.
+
+The plugin lives in vLLM's worker, ``/metrics`` is served by the front process, and vLLM has no channel between the two
+that moves without engine steps. So the worker writes absolute values into files that prometheus_client's multi-process
+collector understands, and the front serves them from a directory that it made before it started its children.
+PROMETHEUS_MULTIPROC_DIR itself is left alone: setting it would change how vLLM's own metrics are collected, and LMCache
+overwrites it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+DIRECTORY_VARIABLE = "KVTIER_METRICS_DIR"
+EXPORT_INTERVAL_S = 0.25  # a scrape is at most this old; an export is some twenty stores into an mmap
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One exported family. ``label`` is a second label beside the rank, or empty."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    help: str
+    label: str = ""
+
+
+METRICS = (
+    Metric("kvtier_chunks_hit_total", "counter", "Chunks that lookups found in the NVMe tier"),
+    Metric("kvtier_chunks_missed_total", "counter", "Chunks that lookups did not find in the NVMe tier"),
+    Metric("kvtier_chunks_loaded_total", "counter", "Chunks read from NVMe, verified and handed to the engine"),
+    Metric(
+        "kvtier_chunks_load_failed_total", "counter", "Chunks promised by a lookup that could not be loaded", "cause"
+    ),
+    Metric("kvtier_chunks_stored_total", "counter", "Chunks written to NVMe"),
+    Metric("kvtier_chunks_dropped_total", "counter", "Chunks not stored, by cause", "cause"),
+    Metric(
+        "kvtier_chunks_corrupt_total", "counter", "Chunks whose bytes were not what was stored; removed, not served"
+    ),
+    Metric("kvtier_chunks_evicted_total", "counter", "Chunks evicted to keep the quota"),
+    Metric("kvtier_bytes_read_total", "counter", "Bytes read from the store"),
+    Metric("kvtier_bytes_written_total", "counter", "Bytes written to the store"),
+    Metric("kvtier_store_wait_seconds_total", "counter", "Time that stores made engine steps wait for a staging slot"),
+    Metric("kvtier_used_bytes", "gauge", "Bytes under the root, over all namespaces and processes of the host"),
+    Metric("kvtier_quota_bytes", "gauge", "The host's quota"),
+    Metric("kvtier_staging_bytes", "gauge", "Host memory of this rank's staging ring"),
+    Metric("kvtier_lmcache_cpu_pool_bytes", "gauge", "Host memory of LMCache's own CPU pool in this rank"),
+    Metric("kvtier_staging_slots_free", "gauge", "Staging slots free now"),
+    Metric("kvtier_chunks", "gauge", "Chunks in this rank's namespace"),
+    Metric("kvtier_direct_io", "gauge", "1 where chunks bypass the page cache"),
+    Metric("kvtier_degraded", "gauge", "1 where the tier is configured and does not serve"),
+)
+
+Values = Mapping[str, float | Mapping[str, float]]
+
+
+def serve_children() -> None:
+    """In the front process: serve what the children will export. Called before they start; a second call is nothing."""
+    if os.environ.get(DIRECTORY_VARIABLE):
+        return
+    if shared := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        # Several API servers: each already serves every file of that directory.
+        os.environ[DIRECTORY_VARIABLE] = shared
+        return
+    from prometheus_client import REGISTRY, multiprocess
+
+    directory = tempfile.mkdtemp(prefix="kvtier-metrics-")
+    os.environ[DIRECTORY_VARIABLE] = directory
+    multiprocess.MultiProcessCollector(REGISTRY, path=directory)
+    atexit.register(_remove, directory, os.getpid())
+
+
+def _remove(directory: str, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class MetricsExporter:
+    """Exports ``read()`` from this process every ``EXPORT_INTERVAL_S`` seconds, until ``close``.
+
+    ``read`` answers the values by metric name: a number, or numbers by the metric's own label.
+    """
+
+    def __init__(self, read: Callable[[], Values], rank: int) -> None:
+        self._read, self._rank = read, str(rank)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        directory = os.environ.get(DIRECTORY_VARIABLE)
+        if not directory or not Path(directory).is_dir():
+            return
+        from prometheus_client.mmap_dict import MmapedDict, mmap_key
+
+        self._key = mmap_key
+        # The file's name is parsed as type_mode_id; an id of our own keeps it apart from prometheus_client's own files.
+        self._files = {
+            "counter": MmapedDict(f"{directory}/counter_kvtier-{os.getpid()}-{rank}.db"),
+            "gauge": MmapedDict(f"{directory}/gauge_mostrecent_kvtier-{os.getpid()}-{rank}.db"),
+        }
+        self._export()
+        self._thread = threading.Thread(target=self._run, name="kvtier-metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def exporting(self) -> bool:
+        return self._thread is not None
+
+    def _run(self) -> None:
+        while not self._stop.wait(EXPORT_INTERVAL_S):
+            self._export()
+
+    def _export(self) -> None:
+        values = self._read()
+        now = time.time()
+        for metric in METRICS:
+            value = values.get(metric.name)
+            if value is None:
+                continue
+            series = value.items() if isinstance(value, Mapping) else [("", value)]
+            for label, number in series:
+                names = ("rank", metric.label) if metric.label else ("rank",)
+                labels = (self._rank, label) if metric.label else (self._rank,)
+                family = metric.name.removesuffix("_total")
+                self._files[metric.kind].write_value(
+                    self._key(family, metric.name, names, labels, metric.help), float(number), now
+                )
+
+    def close(self) -> None:
+        """One last export; then this process's values stand still."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join(timeout=2)
+        self._thread = None
+        self._export()
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,262 @@
+"""The chunks of one namespace as this process knows them: a hint, since other processes evict and store beside it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Container, Iterable, Sequence
+from itertools import chain
+
+import msgspec
+
+from lmcache_nvme_backend.store.format import BLOCK
+from lmcache_nvme_backend.store.keys import ChunkKey
+from lmcache_nvme_backend.store.policy import EvictionPolicy
+
+
+class Entry(msgspec.Struct, gc=False):
+    """One chunk. The integers are shared objects: a million entries must stay small."""
+
+    blocks: int  # file size in units of BLOCK
+    depth: int
+    parent: ChunkKey | None
+    used_s: int = 0  # when this process knew it to be used last, in seconds since the epoch; 0 where it does not know
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks * BLOCK
+
+
+class Index:
+    """Entries, pins, recency and the times that still have to go to disk. Every method may be called from any thread.
+
+    Pins are counted by key and survive the entry: a chunk that another process evicted and that is stored again is
+    still pinned by whoever had pinned it.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._lock = threading.Lock()
+        self._policy = policy
+        self._entries: dict[ChunkKey, Entry] = {}
+        self._pins: dict[ChunkKey, int] = {}
+        self._blocks = 0
+        self._ints: dict[int, int] = {}
+        self._times: dict[ChunkKey, int] = {}  # key -> ns: uses not yet written to the file's times
+        self._tails: dict[ChunkKey, None] = {}  # stored chunks whose ancestors are still to be refreshed
+        self._used: set[ChunkKey] | None = None  # while the order is not known: what has been used since open
+
+    # --- lookups
+
+    def get(self, key: ChunkKey) -> Entry | None:
+        return self._entries.get(key)
+
+    def count_prefix(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
+        """How many leading keys are here, given that the first `start` are."""
+        entries = self._entries
+        count = start
+        for key in keys[start:] if start else keys:
+            if key not in entries:
+                break
+            count += 1
+        return count
+
+    def use_prefix(self, keys: Sequence[ChunkKey], pin: bool) -> int:
+        """Count the leading keys that are here, refresh and optionally pin them: one step against eviction."""
+        with self._lock:
+            count = self.count_prefix(keys)
+            self._refresh_ancestors()
+            found = keys if count == len(keys) else keys[:count]
+            if found:
+                self._use(found)
+                if pin:
+                    for key in found:
+                        self._pins[key] = self._pins.get(key, 0) + 1
+            return count
+
+    def use(self, key: ChunkKey, pin: bool = False) -> bool:
+        return self.use_prefix((key,), pin) == 1
+
+    def pin(self, key: ChunkKey) -> bool:
+        with self._lock:
+            if key not in self._entries:
+                return False
+            self._pins[key] = self._pins.get(key, 0) + 1
+            return True
+
+    def unpin(self, key: ChunkKey) -> bool:
+        with self._lock:
+            count = self._pins.get(key, 0)
+            if count > 1:
+                self._pins[key] = count - 1
+            elif count == 1:
+                del self._pins[key]
+            return count > 0
+
+    def _use(self, prefix: Sequence[ChunkKey]) -> None:
+        self._policy.touch(prefix)
+        now = time.time_ns()
+        self._times.update(dict.fromkeys(prefix, now))
+        now_s = now // 1_000_000_000
+        entries = self._entries
+        for key in prefix:
+            entries[key].used_s = now_s
+        if self._used is not None:
+            self._used.update(prefix)
+
+    # --- changes
+
+    def load(self, chunks: Iterable[tuple[ChunkKey, int, int]]) -> list[tuple[ChunkKey, int, int]]:
+        """Fill an empty index with (key, depth, blocks), deepest first in the order of eviction.
+
+        Returns the ones whose key was here already under another name.
+        """
+        doubles = []
+        by_depth: dict[int, list[ChunkKey]] = {}
+        entries = self._entries
+        share = self._ints.setdefault
+        total = 0
+        for chunk in chunks:
+            key, depth, blocks = chunk
+            if key in entries:
+                doubles.append(chunk)
+                continue
+            depth = share(depth, depth)
+            entries[key] = Entry(share(blocks, blocks), depth, None)
+            total += blocks
+            if depth in by_depth:
+                by_depth[depth].append(key)
+            else:
+                by_depth[depth] = [key]
+        with self._lock:
+            self._blocks = total
+            self._policy.load(key for depth in sorted(by_depth, reverse=True) for key in by_depth[depth])
+            self._used = set()
+        return doubles
+
+    def keep(self, key: ChunkKey, entry: Entry) -> None:
+        """A chunk that was taken for eviction stays: it becomes the most recent."""
+        with self._lock:
+            if key not in self._entries:
+                self._entries[key] = entry
+                self._blocks += entry.blocks
+                self._policy.add(key)
+
+    def rank(self, coldest_first: Iterable[ChunkKey]) -> None:
+        """Order the loaded chunks like this. What has been used since they were loaded is more recent than all."""
+        with self._lock:
+            used = self._used if self._used is not None else set()
+            self._used = None
+            recent = [key for key in self._policy.coldest() if key in used]
+            loaded = (key for key in coldest_first if key in self._entries and key not in used)
+            self._policy.load(chain(loaded, recent))
+
+    def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None, stored: bool = True) -> bool:
+        """A chunk is on disk now: `stored` by a caller just now, which is a use of its whole prefix, or found there.
+        False where it was known already."""
+        with self._lock:
+            if key in self._entries:
+                return False
+            share = self._ints.setdefault
+            self._entries[key] = Entry(share(blocks, blocks), share(depth, depth), parent)
+            self._blocks += blocks
+            self._policy.add(key)
+            if self._used is not None:
+                self._used.add(key)
+            if stored:
+                if parent is not None:
+                    self._tails.pop(parent, None)
+                self._tails[key] = None
+            return True
+
+    def discard(self, key: ChunkKey, entry: Entry | None = None) -> Entry | None:
+        """Forget a chunk (only if it is still this entry, where one is given)."""
+        with self._lock:
+            found = self._entries.get(key)
+            if found is None or (entry is not None and found is not entry):
+                return None
+            self._forget(key, found)
+            return found
+
+    def _forget(self, key: ChunkKey, entry: Entry) -> None:
+        del self._entries[key]
+        self._blocks -= entry.blocks
+        self._policy.discard(key)
+        self._times.pop(key, None)
+        self._tails.pop(key, None)
+
+    # --- eviction and upkeep
+
+    def take_coldest(
+        self, need_bytes: int, headroom_bytes: int, limit: int, spare: Container[ChunkKey]
+    ) -> list[tuple[ChunkKey, Entry]]:
+        """Forget the coldest unpinned chunks that are not in `spare`, at most `limit`: until they make `need_bytes`,
+        and further ones as far as they fit into the headroom."""
+        with self._lock:
+            self._refresh_ancestors()
+            victims: list[tuple[ChunkKey, Entry]] = []
+            for key in self._policy.coldest():
+                if len(victims) >= limit:
+                    break
+                if key in self._pins or key in spare:
+                    continue
+                entry = self._entries[key]
+                if need_bytes <= 0 and entry.nbytes > need_bytes + headroom_bytes:
+                    break
+                victims.append((key, entry))
+                need_bytes -= entry.nbytes
+            for key, entry in victims:
+                self._forget(key, entry)
+            return victims
+
+    def ancestors(self, key: ChunkKey | None) -> list[ChunkKey]:
+        """The known chain from `key` up to the head, tail first. Depths fall strictly, so a loop cannot hold it."""
+        found: list[ChunkKey] = []
+        entry = self._entries.get(key) if key is not None else None
+        while key is not None and entry is not None:
+            found.append(key)
+            parent = entry.parent
+            above = self._entries.get(parent) if parent is not None else None
+            if above is None or above.depth >= entry.depth:
+                break
+            key, entry = parent, above
+        return found
+
+    def _refresh_ancestors(self) -> None:
+        """Bring the prefixes of stored chunks up to date. Done only when the order matters, so that storing a prefix
+        chunk by chunk costs one walk and not one a chunk."""
+        tails, self._tails = self._tails, {}
+        for tail in tails:
+            self._use(self.ancestors(tail)[::-1])
+
+    def take_times(self, limit: int) -> list[tuple[ChunkKey, Entry, int]]:
+        """Up to `limit` uses that are not on disk yet, as (key, entry, ns)."""
+        with self._lock:
+            self._refresh_ancestors()
+            times = self._times
+            if len(times) <= limit:
+                batch, self._times = times, {}
+            else:
+                batch = {key: times[key] for key, _ in zip(times, range(limit))}
+                for key in batch:
+                    del times[key]
+            return [(key, self._entries[key], ns) for key, ns in batch.items() if key in self._entries]
+
+    def all_keys(self) -> list[ChunkKey]:
+        with self._lock:
+            return list(self._entries)
+
+    def coldest_first(self) -> list[ChunkKey]:
+        """The whole order of eviction, for tests and tools."""
+        with self._lock:
+            self._refresh_ancestors()
+            return list(self._policy.coldest())
+
+    @property
+    def nbytes(self) -> int:
+        return self._blocks * BLOCK
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries

@@ -1,0 +1,61 @@
+"""The order in which chunks give up their room."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from lmcache_nvme_backend.store.keys import ChunkKey
+
+
+class EvictionPolicy(Protocol):
+    """Ranks the chunks of one namespace. Called with the index's lock held: no method blocks or does I/O.
+
+    Every key given to `touch` or `discard` has been added before. Removing nothing, and touching an empty sequence,
+    are always safe. An iterator of `coldest` is valid until the next call of any other method.
+    """
+
+    def load(self, coldest_first: Iterable[ChunkKey]) -> None:
+        """Forget everything and start with these, in this order."""
+
+    def add(self, key: ChunkKey) -> None:
+        """A chunk has just been stored."""
+
+    def touch(self, prefix: Sequence[ChunkKey]) -> None:
+        """These chunks, in the order of their prefix (head first), have been used."""
+
+    def discard(self, key: ChunkKey) -> None:
+        """A chunk is gone."""
+
+    def coldest(self) -> Iterator[ChunkKey]:
+        """All keys, the one to evict first in front."""
+
+
+class TailFirstLru:
+    """Least recently used first; of chunks used together the tail of the prefix first.
+
+    A use refreshes a prefix from its tail to its head, so that the head ends as the most recent: a chunk without its
+    predecessors is never looked up.
+    """
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    def load(self, coldest_first: Iterable[ChunkKey]) -> None:
+        self._order = OrderedDict.fromkeys(coldest_first)
+
+    def add(self, key: ChunkKey) -> None:
+        self._order[key] = None
+        self._order.move_to_end(key)
+
+    def touch(self, prefix: Sequence[ChunkKey]) -> None:
+        refresh = self._order.move_to_end
+        for key in reversed(prefix):
+            refresh(key)
+
+    def discard(self, key: ChunkKey) -> None:
+        self._order.pop(key, None)
+
+    def coldest(self) -> Iterator[ChunkKey]:
+        return iter(self._order)

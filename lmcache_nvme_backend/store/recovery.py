@@ -1,0 +1,131 @@
+"""Reading a root's directories: the index of a namespace, and the size of everything. No error on any garbage."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+
+from lmcache_nvme_backend.store import osio
+from lmcache_nvme_backend.store.format import BLOCK, parse_names
+from lmcache_nvme_backend.store.keys import ChunkKey
+from lmcache_nvme_backend.store.layout import VERSION_DIR, Layout
+from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
+
+SHARDS = tuple(f"{number:02x}" for number in range(256))
+_SHARDS = frozenset(SHARDS)
+
+Chunk = tuple[ChunkKey, int, int]  # key, depth, blocks
+
+
+def list_dir(path: str) -> list[str]:
+    """The names in a directory; none where it cannot be listed."""
+    try:
+        return list_dir_or_raise(path)
+    except OSError:
+        return []
+
+
+def list_dir_or_raise(path: str) -> list[str]:
+    """The names in a directory; none where there is no such directory. For counting: a directory that cannot be
+    listed must not pass for an empty one."""
+    try:
+        if not stat.S_ISDIR(osio.lstat(path).st_mode):
+            return []
+        return osio.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def file_time(path: str) -> int | None:
+    """When a chunk was last used (ns), None where it is gone."""
+    try:
+        return osio.lstat(path).st_mtime_ns
+    except OSError:
+        return None
+
+
+def shard_chunks(namespace_dir: str, shard: str) -> Iterator[Chunk]:
+    chunks, _ = parse_names(list_dir(f"{namespace_dir}/{shard}"), shard)
+    return chunks
+
+
+def namespace_chunks(namespace_dir: str) -> Iterator[Chunk]:
+    """Every chunk of a namespace, by name alone."""
+    for shard in SHARDS:
+        yield from shard_chunks(namespace_dir, shard)
+
+
+class NamespaceScan:
+    """Every chunk of a namespace, once; afterwards `other_bytes` is the size of whatever else lies there.
+
+    Raises `OSError` on the way where a directory cannot be listed.
+    """
+
+    def __init__(self, namespace_dir: str) -> None:
+        self._dir = namespace_dir
+        self.other_bytes = 0
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for name in list_dir_or_raise(self._dir):
+            path = f"{self._dir}/{name}"
+            if name in _SHARDS:
+                chunks, strays = parse_names(list_dir_or_raise(path), name)
+                yield from chunks
+                self.other_bytes += sum(count_tree(f"{path}/{stray}") for stray in strays)
+            elif name != DESCRIPTION:
+                self.other_bytes += count_tree(path)
+
+
+def count_namespace(namespace_dir: str) -> int:
+    scan = NamespaceScan(namespace_dir)
+    return sum(blocks for _, _, blocks in scan) * BLOCK + scan.other_bytes
+
+
+def count_store(layout: Layout, skip: str | None = None) -> int:
+    """Bytes of all files in the store's own directory: chunks by their names, anything else by its size; `skip` is a
+    namespace that the caller counts. `count_foreign` has the rest of the root.
+
+    Not counted: what the store keeps about itself (account, sessions, namespace.json, some hundred bytes a namespace),
+    and temporaries, for which their session's reservation stands. Raises `OSError` where something of the store's own
+    cannot be listed.
+    """
+    total = 0
+    for name in list_dir_or_raise(layout.base):
+        path = f"{layout.base}/{name}"
+        if is_namespace_dir(name):
+            total += count_namespace(path) if name != skip else 0
+        elif path not in (layout.account, layout.sessions, layout.temp):
+            total += count_tree(path)
+    return total
+
+
+def count_foreign(layout: Layout) -> int:
+    """Bytes of files under the root that are not the store's. What this user may not see is not counted: the root of a
+    file system has a `lost+found`."""
+    return sum(count_tree(f"{layout.root}/{name}") for name in list_dir(layout.root) if name != VERSION_DIR)
+
+
+def count_tree(path: str) -> int:
+    """Bytes of a file, or of all files below a directory of the same file system; symlinks are not followed."""
+    try:
+        top = osio.lstat(path)
+    except OSError:
+        return 0
+    if not stat.S_ISDIR(top.st_mode):
+        return top.st_size if stat.S_ISREG(top.st_mode) else 0
+    total = 0
+    pending = [path]
+    while pending:
+        directory = pending.pop()
+        for name in list_dir(directory):
+            child = f"{directory}/{name}"
+            try:
+                found = osio.lstat(child)
+            except OSError:
+                continue
+            if stat.S_ISDIR(found.st_mode):
+                if found.st_dev == top.st_dev:
+                    pending.append(child)
+            elif stat.S_ISREG(found.st_mode):
+                total += found.st_size
+    return total

@@ -1,0 +1,388 @@
+"""The chunk store: keys and bytes in, bytes out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lmcache_nvme_backend.errors import ConfigError
+from lmcache_nvme_backend.store import osio, recovery
+from lmcache_nvme_backend.store import session as sessions
+from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
+from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
+from lmcache_nvme_backend.store.evictor import Evictor
+from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
+from lmcache_nvme_backend.store.index import Entry, Index
+from lmcache_nvme_backend.store.keys import KEY_BYTES, ChunkKey
+from lmcache_nvme_backend.store.layout import Layout
+from lmcache_nvme_backend.store.namespace import Namespace, write_description
+from lmcache_nvme_backend.store.opening import check_root, choose_transfer
+from lmcache_nvme_backend.store.policy import EvictionPolicy, TailFirstLru
+from lmcache_nvme_backend.store.reader import Reader
+from lmcache_nvme_backend.store.removal import Removal
+from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
+from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, STORE_LOCK_WAIT_S, StoreSettings
+from lmcache_nvme_backend.store.upkeep import Upkeep
+from lmcache_nvme_backend.store.watcher import Watcher
+from lmcache_nvme_backend.store.writer import Writer
+
+
+class ChunkStore:
+    """One namespace under one root, open in this process. Other stores, here or in other processes, may have the same
+    root and the same namespace open at the same time.
+
+    Every method may be called from any thread. `put` and `get` do their I/O in the calling thread, without a lock.
+    Nothing raises but `open` (`ConfigError`) and wrong arguments (`ValueError`, `TypeError`).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        namespace: Namespace,
+        settings: StoreSettings,
+        policy: EvictionPolicy,
+    ) -> None:
+        """Use `open`."""
+        self._layout = layout
+        self._settings = settings
+        self.namespace = namespace
+        self.warnings: list[str] = []
+        self.stats = StoreStats()
+        self._stats_lock = threading.Lock()
+        self._index = Index(policy)
+        self._loaded = False
+        self._foreign_bytes = 0  # as of the last count
+        self._doubles: list[recovery.Chunk] = []
+        self._session = sessions.Session(layout, namespace.raw_digest)
+        self._account = Account(layout.account, self._recount)
+        self._directory = layout.namespace(namespace.digest)
+        self._watcher = Watcher(layout, self._session, namespace.digest, self._index)
+        self._evictor = Evictor(layout, self._account, namespace.digest, self._index, settings, self.stats)
+        self._calls = threading.Condition()
+        self._in_flight = 0
+        self._closed = False
+        self._writing: set[ChunkKey] = set()
+        self._transfer: Transfer
+        self._reader: Reader
+        self._writer: Writer
+        self._upkeep: Upkeep | None = None
+
+    # --- life
+
+    @classmethod
+    def open(
+        cls,
+        root: Path,
+        namespace: Namespace,
+        settings: StoreSettings,
+        policy: EvictionPolicy | None = None,
+    ) -> ChunkStore:
+        """Open `namespace` under `root`, an existing directory; whatever chunks lie there are found.
+
+        Raises `ConfigError` for what a person can put right: the path, a file system without direct I/O where that is
+        demanded, or the root's lock held for longer than `settings.lock_wait_s`. Odd things that work are sentences in
+        `warnings`.
+        """
+        layout = check_root(root, settings)
+        store = cls(layout, namespace, settings, policy or TailFirstLru())
+        try:
+            store._start()
+        except LockTimeout:
+            holder = store._account.holder()
+            store._abandon()
+            raise ConfigError(
+                "nvme.lock_wait_s",
+                f"the lock of {layout.root} held for longer than {settings.lock_wait_s:g} s"
+                + (f" by process {holder}" if holder is not None else ""),
+                "a wait within which the other process finishes (counting the files of a large root takes seconds)",
+                "End that process, or raise nvme.lock_wait_s.",
+            ) from None
+        except OSError as error:
+            store._abandon()
+            raise ConfigError(
+                "nvme.path", f"{layout.root}, where the store cannot work: {error}",
+                "a directory on a local disk that this user can write", "Check the disk and its mount.",
+            ) from None  # fmt: skip
+        except BaseException:
+            store._abandon()
+            raise
+        return store
+
+    def _start(self) -> None:
+        layout, namespace, settings = self._layout, self.namespace, self._settings
+        with self._account.locked(settings.lock_wait_s) as ledger:
+            self._session.ensure()
+            sessions.sweep(layout, ledger)
+            osio.make_dir_in_place_of_file(self._directory)
+            alone = all(peer.session_id == self._session.id for peer in sessions.live_peers(layout))
+            if alone and not self._loaded:
+                # Nobody has kept the account while no store was open: files may have come and gone.
+                found = self._recount()
+                ledger.used, ledger.reserved = found.used, found.reserved
+            probe_path, description_path = self._session.temporary(), self._session.temporary()
+        try:
+            write_description(self._directory, namespace, description_path)
+        except OSError as error:
+            self.warnings.append(f"nvme.path: {self._directory}/namespace.json cannot be written: {error.strerror}.")
+        self._transfer = choose_transfer(layout, settings, probe_path, self.warnings)
+        if not self._loaded:
+            self._load(recovery.NamespaceScan(self._directory))
+        self._reader = Reader(layout, namespace, self._transfer)
+        self._writer = Writer(
+            layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer
+        )
+        for path in (probe_path, description_path):  # gone, unless their removal failed
+            self._writer.abandon(path, 0)
+        for key, depth, blocks in self._doubles:
+            self._remove_file(key, Entry(blocks, depth, None))
+        self._upkeep = Upkeep(
+            layout, namespace.digest, settings, self._account, self._session, self._index, self._evictor, self._writer
+        )
+        self._upkeep.start()
+        self._warn_if_full()
+
+    def _load(self, scan: recovery.NamespaceScan) -> int:
+        """Fill the index; returns the bytes of all that lies in the namespace."""
+        self._doubles = self._index.load(scan)
+        self._loaded = True
+        return self._index.nbytes + sum(blocks for _, _, blocks in self._doubles) * BLOCK + scan.other_bytes
+
+    def _recount(self) -> Ledger:
+        """Count everything under the root. Called with the account's lock held; also puts back directories and the
+        session's file, which somebody may have deleted with the rest, and reads the index if that is still to be done,
+        so that a large namespace is listed only once."""
+        layout = self._layout
+        for path in (layout.base, layout.sessions, layout.temp):
+            osio.make_dir(path)
+        self._session.ensure()
+        sessions.sweep(layout, Ledger(0, 0))
+        scan = recovery.NamespaceScan(self._directory)
+        used = recovery.count_namespace(self._directory) if self._loaded else self._load(scan)
+        used += recovery.count_store(layout, skip=self.namespace.digest)
+        self._foreign_bytes = recovery.count_foreign(layout)
+        used += self._foreign_bytes
+        return Ledger(used, sum(peer.reserved for peer in sessions.live_peers(layout)))
+
+    def _warn_if_full(self) -> None:
+        foreign_gib, quota_gib = self._foreign_bytes / 2**30, self._settings.quota_bytes / 2**30
+        if foreign_gib > quota_gib / 2:
+            self.warnings.append(
+                f"nvme.path: {foreign_gib:.1f} GiB of other files lie under {self._layout.root} and count against "
+                f"nvme.quota_gib ({quota_gib:g}). Give the cache a directory of its own."
+            )
+
+    def _abandon(self) -> None:
+        """Undo a failed open."""
+        self._closed = True
+        osio.unlink_quietly(self._session.path)
+        self._session.close()
+        self._account.close()
+
+    def close(self) -> None:
+        """Finish the calls in flight and leave the root. Later calls find nothing and store nothing. Idempotent."""
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        with self._calls:
+            if self._closed:
+                return
+            self._closed = True
+            while self._in_flight and (left := deadline - time.monotonic()) > 0:
+                self._calls.wait(left)
+        if self._upkeep is not None:
+            self._upkeep.stop()
+        try:
+            with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+                osio.unlink(self._session.path)
+                ledger.cancel(self._session.reserved)
+        except OSError:
+            pass  # an unlocked session file is swept by the next store that looks
+        self._session.close()
+        self._account.close()
+
+    def __enter__(self) -> ChunkStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _enter(self) -> bool:
+        with self._calls:
+            if self._closed:
+                return False
+            self._in_flight += 1
+            return True
+
+    def _leave(self) -> None:
+        with self._calls:
+            self._in_flight -= 1
+            if self._closed:
+                self._calls.notify_all()
+
+    # --- lookups
+
+    def match(self, keys: Sequence[ChunkKey], *, pin: bool = False) -> int:
+        """How many leading keys are present. `keys` is a prefix, head first.
+
+        Refreshes the recency of those found, so that the head ends as the most recent, and pins each once more where
+        `pin`. Present means that the file was there when this process last knew; its content is checked by `get`.
+        """
+        if self._closed:
+            return 0
+        self._watcher.follow(keys)
+        return self._index.use_prefix(keys, pin)
+
+    def contains(self, key: ChunkKey, *, pin: bool = False) -> bool:
+        """`match` for one key."""
+        return self.match((key,), pin=pin) == 1
+
+    def pin(self, key: ChunkKey) -> bool:
+        """Protect a present chunk from eviction by this store until as many `unpin`. False where it is not present."""
+        return not self._closed and self._index.pin(key)
+
+    def unpin(self, key: ChunkKey) -> bool:
+        """Take one pin away. False where there was none."""
+        return self._index.unpin(key)
+
+    # --- bytes
+
+    def put(
+        self, key: ChunkKey, payload: memoryview, *, depth: int, parent: ChunkKey | None = None, tokens: int = 0
+    ) -> PutResult:
+        """Store exactly the bytes of `payload` under `key`.
+
+        `depth` is the number of chunks before this one in its prefix, `parent` the key of the one right before it;
+        `tokens` comes back with a hit. `payload` is contiguous and stays unchanged until this returns. Any address and
+        length work; memory aligned to 4096 bytes and writable is written without a copy. Its length needs no rounding:
+        a last, partial block is padded from memory of the store's own.
+        """
+        _check_arguments(key, depth, tokens)
+        view = as_bytes(payload)
+        result, written = PutResult.CLOSED, 0
+        if self._enter():
+            try:
+                result, written = self._put(key, view, depth, parent, tokens)
+            finally:
+                self._leave()
+        with self._stats_lock:
+            self.stats.puts[result] += 1
+            self.stats.bytes_written += written
+        return result
+
+    def _put(
+        self, key: ChunkKey, view: memoryview, depth: int, parent: ChunkKey | None, tokens: int
+    ) -> tuple[PutResult, int]:
+        with self._calls:
+            if key in self._writing:
+                return PutResult.BUSY, 0
+            self._writing.add(key)
+        try:
+            entry = self._index.get(key)
+            if entry is not None:
+                if self._file_is_there(key, entry) and self._index.use(key):
+                    return PutResult.EXISTS, 0
+                self._index.discard(key, entry)
+            return self._writer.write(key, view, depth, parent, tokens)
+        finally:
+            with self._calls:
+                self._writing.discard(key)
+
+    def get(self, key: ChunkKey, into: memoryview) -> GetResult:
+        """Read a chunk to the start of `into`, which is writable and at least as long as the payload given to `put`;
+        nothing behind the payload's end is touched. After a miss the content of `into` is undefined.
+
+        A file that is not what it should be is removed.
+        """
+        view = as_bytes(into)
+        if view.readonly:
+            raise ValueError("get needs a writable buffer")
+        result: GetResult = Miss(MissCause.CLOSED)
+        nbytes = 0
+        if self._enter():
+            try:
+                result, nbytes = self._get(key, view)
+            finally:
+                self._leave()
+        with self._stats_lock:
+            self.stats.bytes_read += nbytes
+            if isinstance(result, Hit):
+                self.stats.hits += 1
+            else:
+                self.stats.misses[result.cause] += 1
+        return result
+
+    def _get(self, key: ChunkKey, into: memoryview) -> tuple[GetResult, int]:
+        entry = self._index.get(key)
+        if entry is None:
+            self._watcher.follow((key,))
+            entry = self._index.get(key)
+        if entry is None:
+            return Miss(MissCause.ABSENT), 0
+        outcome = self._reader.read(key, entry, into)
+        if isinstance(outcome.result, Hit):
+            self._index.use(key)
+        elif outcome.result.cause is MissCause.ABSENT:
+            self._index.discard(key, entry)  # another process evicted it
+        elif outcome.result.cause.corrupt:
+            self._index.discard(key, entry)
+            self._remove_file(key, entry, outcome.inode)
+        return outcome.result, outcome.nbytes
+
+    def _file_is_there(self, key: ChunkKey, entry: Entry) -> bool:
+        path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
+        return recovery.file_time(path) is not None
+
+    def _remove_file(self, key: ChunkKey, entry: Entry, inode: int | None = None) -> bool:
+        """Remove a chunk's file, if it is still this inode where one is given: a newer file may be good."""
+        path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
+        try:
+            with Removal() as removal, self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+                if inode is not None and osio.lstat(path).st_ino != inode:
+                    return False
+                removed = removal.remove(path)
+                if removed:
+                    ledger.free(entry.nbytes)
+                return bool(removed)
+        except OSError:
+            return False
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Remove a chunk, pinned or not. False where it was not there, or where it cannot be removed now."""
+        if not self._enter():
+            return False
+        try:
+            entry = self._index.discard(key)
+            if entry is None:
+                return False
+            removed = self._remove_file(key, entry)
+            if not removed and self._file_is_there(key, entry):
+                self._index.add(key, entry.depth, entry.blocks, entry.parent, stored=False)
+            return removed
+        finally:
+            self._leave()
+
+    def clear(self) -> int:
+        """Remove every chunk of this namespace, pinned or not; returns how many there were."""
+        return sum(self.remove(key) for key in self._index.all_keys())
+
+    @property
+    def directory(self) -> str:
+        """This namespace's directory."""
+        return self._directory
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether chunks bypass the page cache."""
+        return self._transfer.direct
+
+    def usage(self) -> Usage:
+        """Bytes used and promised under the whole root, as of a moment ago, and this namespace's part."""
+        ledger = (None if self._closed else self._account.peek()) or Ledger(0, 0)
+        return Usage(ledger.used, ledger.reserved, self._settings.quota_bytes, self._index.nbytes, len(self._index))
+
+
+def _check_arguments(key: ChunkKey, depth: int, tokens: int) -> None:
+    if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+        raise ValueError(f"a key is {KEY_BYTES} bytes, made by digest_fields")
+    if not 0 <= depth <= MAX_UINT32 or not 0 <= tokens <= MAX_UINT32:
+        raise ValueError("depth and tokens are between 0 and 2**32 - 1")

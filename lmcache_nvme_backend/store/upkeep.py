@@ -1,0 +1,146 @@
+"""What a store does in the background: recency to and from disk, the quota's rest, what is owed or was deleted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from lmcache_nvme_backend.store import osio, recovery
+from lmcache_nvme_backend.store.account import Account
+from lmcache_nvme_backend.store.evictor import Evictor
+from lmcache_nvme_backend.store.format import MAX_UINT32
+from lmcache_nvme_backend.store.index import Index
+from lmcache_nvme_backend.store.keys import ChunkKey
+from lmcache_nvme_backend.store.layout import Layout
+from lmcache_nvme_backend.store.namespace import DESCRIPTION
+from lmcache_nvme_backend.store.session import Session
+from lmcache_nvme_backend.store.settings import (
+    RANK_AT_OPEN,
+    STORE_LOCK_WAIT_S,
+    TOUCHES_PER_UPKEEP,
+    UPKEEP_INTERVAL_S,
+    StoreSettings,
+)
+from lmcache_nvme_backend.store.writer import Writer
+
+# namespace.json's time says when the namespace was last used; it decides between namespaces, so minutes are enough.
+_USE_INTERVAL_S: Final = 60.0
+
+
+class Upkeep:
+    """One thread a store. It never raises: what fails is tried again at the next interval."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        digest: str,
+        settings: StoreSettings,
+        account: Account,
+        session: Session,
+        index: Index,
+        evictor: Evictor,
+        writer: Writer,
+    ) -> None:
+        self._layout = layout
+        self._digest = digest
+        self._settings = settings
+        self._account = account
+        self._session = session
+        self._index = index
+        self._evictor = evictor
+        self._writer = writer
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nvme-store-upkeep", daemon=True)
+        self._ranked = False
+        self._used_at = float("-inf")
+
+    def start(self) -> None:
+        """Rank the index and bring the root below the quota, here if that is quick, else in the thread."""
+        if len(self._index) <= RANK_AT_OPEN:
+            self._rank()
+            self._trim()
+        self._mark_use()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, after one last write of what is not on disk yet."""
+        self._stopping.set()
+        self._thread.join()
+        self._flush(limit=len(self._index))
+        self._mark_use()
+
+    def _run(self) -> None:
+        if not self._ranked:
+            self._rank()
+            self._trim()
+        while not self._stopping.wait(UPKEEP_INTERVAL_S):
+            self._flush(TOUCHES_PER_UPKEEP)
+            self._writer.settle()
+            self._writer.drop_written_pages()
+            self._restore()
+            self._trim()
+            if time.monotonic() - self._used_at > _USE_INTERVAL_S:
+                self._mark_use()
+
+    def _rank(self) -> None:
+        """Read when each chunk was last used, and order the index by it: of those used together the deepest first."""
+        by_second: dict[int, list[ChunkKey]] = {}
+        ranks: dict[ChunkKey, int] = {}
+        seconds: dict[int, int] = {}
+        for key in self._index.all_keys():
+            entry = self._index.get(key)
+            if self._stopping.is_set():
+                return
+            if entry is not None:
+                path = self._layout.chunk(self._digest, key, entry.depth, entry.blocks)
+                used_ns = recovery.file_time(path) or 0
+                if not entry.used_s:
+                    entry.used_s = seconds.setdefault(used_ns // 1_000_000_000, used_ns // 1_000_000_000)
+                ranks[key] = (used_ns << 32) + MAX_UINT32 - entry.depth
+                by_second.setdefault(used_ns // 1_000_000_000, []).append(key)
+
+        def coldest_first() -> Iterator[ChunkKey]:
+            # Second by second: one sort of a million keys would hold the interpreter for as long as it takes.
+            for second in sorted(by_second):
+                yield from sorted(by_second[second], key=ranks.__getitem__)
+
+        self._index.rank(list(coldest_first()))
+        self._ranked = True
+
+    def _flush(self, limit: int) -> None:
+        for key, entry, ns in self._index.take_times(limit):
+            try:
+                osio.utime(self._layout.chunk(self._digest, key, entry.depth, entry.blocks), ns)
+            except OSError:
+                pass  # evicted by another process, or a disk that fails: recency is a hint
+
+    def _mark_use(self) -> None:
+        self._used_at = time.monotonic()
+        try:
+            osio.utime(f"{self._layout.namespace(self._digest)}/{DESCRIPTION}", time.time_ns())
+        except OSError:
+            pass
+
+    def _restore(self) -> None:
+        """Put this session's file back where somebody deleted it: without it others take this store for dead."""
+        try:
+            osio.lstat(self._session.path)
+        except FileNotFoundError:
+            try:
+                with self._account.locked(STORE_LOCK_WAIT_S, force_recount=True):
+                    pass
+            except OSError:
+                pass
+        except OSError:
+            pass
+
+    def _trim(self) -> None:
+        """A quota that was lowered, or files that somebody put here."""
+        ledger = self._account.peek()
+        if ledger is not None and ledger.used + ledger.reserved > self._settings.quota_bytes:
+            try:
+                self._evictor.make_room(0, ())
+            except OSError:
+                pass

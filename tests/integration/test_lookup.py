@@ -1,0 +1,110 @@
+"""Lookups: what they promise, what they pin, and what they refresh."""
+
+from pathlib import Path
+
+from .conftest import CHUNK, PagedKv, prompt
+
+
+def stored(lmcache, chunks, **changes):
+    one = lmcache(**changes)
+    tokens = prompt(chunks * CHUNK)
+    kv = PagedKv(len(tokens))
+    one.store(tokens, kv)
+    one.settle()
+    return one, tokens, kv
+
+
+def test_a_lookup_answers_with_the_leading_chunks(lmcache):
+    """A prompt that continues differently finds what it shares, in whole chunks."""
+    one, tokens, _ = stored(lmcache, 4)
+    other = tokens[: 2 * CHUNK + 100] + prompt(2 * CHUNK, seed=9)
+    assert one.lookup(other, request="other") == 2 * CHUNK
+
+
+def test_a_gap_ends_the_answer(lmcache):
+    """Chunks behind a missing one are of no use."""
+    one, tokens, _ = stored(lmcache, 4)
+    keys = [key for _, _, key in one.engine.token_database.process_tokens(tokens)]
+    assert one.backend.remove(keys[1])
+    assert not one.backend.remove(keys[1])
+    assert one.lookup(tokens) == CHUNK
+
+
+def test_a_lookup_never_promises_more_than_the_ring_loads(lmcache):
+    """Without streaming, a hit is as long as the ring: what is promised is what is delivered."""
+    first, tokens, _ = stored(lmcache, 12)
+    first.close()
+    small = lmcache(staging_mib=1)
+    slots = small.backend._slots
+    assert 2 <= slots < 12
+    kv = PagedKv(len(tokens))
+    assert small.lookup(tokens) == slots * CHUNK
+    promised = tokens[: slots * CHUNK]
+    assert small.retrieve(promised, PagedKv(len(promised))) == slots * CHUNK
+    assert kv.tokens == 12 * CHUNK
+
+
+def test_pins_of_a_lookup_hold_until_they_are_given_back(lmcache):
+    """Between lookup and load nothing evicts what was promised; after the load everything can go."""
+    one, tokens, kv = stored(lmcache, 8, quota_gib=0.0025, staging_mib=2)
+    assert one.lookup(tokens, request="a") == 8 * CHUNK
+    for seed in range(2, 14):
+        one.store(prompt(4 * CHUNK, seed=seed), PagedKv(4 * CHUNK, seed=seed), request=f"s{seed}")
+        one.settle()
+    assert one.backend.store.stats.evictions > 0
+    assert one.retrieve(tokens, kv, request="a") == 8 * CHUNK
+    for seed in range(14, 40):
+        one.store(prompt(4 * CHUNK, seed=seed), PagedKv(4 * CHUNK, seed=seed), request=f"s{seed}")
+        one.settle()
+    assert one.lookup(tokens, request="b") < 8 * CHUNK
+
+
+def test_what_is_looked_up_stays_and_what_is_not_goes(lmcache):
+    """A session in use survives the ones that came once."""
+    one, tokens, _ = stored(lmcache, 4, quota_gib=0.0025, staging_mib=2)
+    for seed in range(2, 40):
+        assert one.lookup(tokens, request=f"keep{seed}") == 4 * CHUNK
+        one.engine.lookup_unpin(f"keep{seed}")
+        one.store(prompt(2 * CHUNK, seed=seed), PagedKv(2 * CHUNK, seed=seed), request=f"s{seed}")
+        one.settle()
+    assert one.backend.store.stats.evictions > 0
+    assert one.lookup(tokens, request="end") == 4 * CHUNK
+
+
+def test_the_quota_holds_and_the_tail_goes_first(lmcache):
+    """Under pressure a prefix loses its end, never its beginning."""
+    one, tokens, _ = stored(lmcache, 10, quota_gib=0.0025, staging_mib=2)
+    keys = [key for _, _, key in one.engine.token_database.process_tokens(tokens)]
+    names = [one.backend._digest(key).hex() for key in keys]
+    lengths = []
+    for seed in range(2, 40):
+        one.store(prompt(CHUNK, seed=seed), PagedKv(CHUNK, seed=seed), request=f"s{seed}")
+        one.settle()
+        usage = one.backend.store.usage()
+        assert usage.used_bytes <= usage.quota_bytes
+        on_disk = {path.name.split("-")[0] for path in Path(one.backend.store.directory).glob("*/*.kv")}
+        left = [name in on_disk for name in names]
+        assert left == sorted(left, reverse=True)
+        lengths.append(sum(left))
+    assert any(0 < length < 10 for length in lengths)
+
+
+def test_an_audited_backend_is_still_the_allocator(lmcache, tmp_path):
+    """LMCache's audit wrapper hides a backend's class; the plugin is found behind it."""
+    from lmcache.v1.storage_backend.audit_backend import AuditBackend
+
+    one = lmcache()
+    manager = one.engine.storage_manager
+    manager.storage_backends["nvme"] = AuditBackend(one.backend)
+    try:
+        assert manager._get_allocator_backend(one.engine.config) is one.backend
+    finally:
+        manager.storage_backends["nvme"] = one.backend
+
+
+def test_clear_counts_tokens_and_leaves_nothing(lmcache):
+    """LMCache's clear asks for tokens."""
+    one, tokens, _ = stored(lmcache, 4)
+    assert one.engine.clear() == 4 * CHUNK
+    assert one.lookup(tokens) == 0
+    assert one.backend.store.usage().namespace_chunks == 0

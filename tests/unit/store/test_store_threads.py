@@ -1,0 +1,200 @@
+"""Many threads at once."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from store_helpers import (
+    CHUNK_FILE,
+    PAYLOAD,
+    aligned,
+    disk_bytes,
+    holds,
+    open_descriptors,
+    open_store,
+    payload_of,
+    prefix,
+    put,
+    session_files,
+    temporaries,
+)
+
+from lmcache_nvme_backend.store import Hit, MissCause, PutResult, osio
+
+
+@pytest.fixture
+def racy():
+    """Threads switch far more often than usual."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_threads_that_do_everything_to_the_same_chunks(root, racy):
+    """No wrong byte, no exception, no leak, the quota holds, and account and disk agree in the end."""
+    prefixes = [prefix(f"shared{number}", 5) for number in range(8)]
+    descriptors = open_descriptors()
+    stop = time.monotonic() + 3
+
+    def work(seed):
+        chance = random.Random(seed)
+        hits = 0
+        while time.monotonic() < stop:
+            keys = chance.choice(prefixes)
+            match chance.randrange(8):
+                case 0 | 1 | 2:
+                    for depth, key in enumerate(keys):
+                        result = put(store, key, depth, keys[depth - 1] if depth else None)
+                        assert result is not PutResult.IO_ERROR and result is not PutResult.CLOSED
+                case 3 | 4 | 5:
+                    count = store.match(keys, pin=True)
+                    for key in keys[:count]:
+                        hits += holds(store, key)
+                        assert store.unpin(key)
+                case 6:
+                    store.remove(chance.choice(keys))
+                case 7:
+                    holds(store, chance.choice(keys))
+        return hits
+
+    with open_store(root, quota_chunks=20) as store:
+        with ThreadPoolExecutor(8) as threads:
+            running = [threads.submit(work, seed) for seed in range(8)]
+            while time.monotonic() < stop:
+                usage = store.usage()
+                assert usage.used_bytes + usage.reserved_bytes <= usage.quota_bytes
+            hits = sum(each.result() for each in running)
+        assert hits > 100
+        assert store.stats.evictions > 0
+        assert sum(store.stats.corrupt.values()) == 0
+        assert store.stats.misses[MissCause.IO_ERROR] == 0
+        assert store.usage().reserved_bytes == 0 and temporaries(root) == []
+        assert store.usage().used_bytes == disk_bytes(root) == store.usage().namespace_bytes
+        assert store._index._pins == {}
+    assert open_descriptors() == descriptors
+
+
+def test_a_pinned_prefix_loads_while_others_evict(root, racy):
+    """What a lookup has promised with a pin is there, however hard the store is pressed."""
+    pinned = prefix("promised", 4)
+    with open_store(root, quota_chunks=12) as store:
+        for depth, key in enumerate(pinned):
+            put(store, key, depth)
+        assert store.match(pinned, pin=True) == 4
+        stop = threading.Event()
+
+        def press(seed):
+            for number in range(10_000):
+                if stop.is_set():
+                    return
+                put(store, prefix(f"press{seed}", number + 1)[-1])
+
+        with ThreadPoolExecutor(4) as threads:
+            pressing = [threads.submit(press, seed) for seed in range(3)]
+            try:
+                for _ in range(150):
+                    assert all(holds(store, key) for key in pinned)
+            finally:
+                stop.set()
+            for each in pressing:
+                each.result()
+        assert store.stats.evictions > 0
+
+
+def test_one_key_stored_by_many_threads_is_stored_once(root, racy):
+    """The others hear that it is being stored, or is there."""
+    with open_store(root) as store:
+        for number in range(30):
+            key = prefix("same", number + 1)[-1]
+            barrier = threading.Barrier(4)
+
+            def store_it(key=key, barrier=barrier):
+                barrier.wait()
+                return put(store, key)
+
+            with ThreadPoolExecutor(4) as threads:
+                results = [each.result() for each in [threads.submit(store_it) for _ in range(4)]]
+            assert results.count(PutResult.STORED) == 1
+            assert set(results) <= {PutResult.STORED, PutResult.BUSY, PutResult.EXISTS}
+            assert holds(store, key)
+        assert store.usage().used_bytes == disk_bytes(root) == 30 * CHUNK_FILE
+
+
+def test_a_load_goes_on_while_its_chunk_is_evicted(root, monkeypatch):
+    """An open file outlives its name."""
+    key = prefix("evicted", 1)[0]
+    real = osio.preadv
+    with open_store(root) as store:
+        put(store, key)
+
+        def evict_first(fd, buffers, offset):
+            monkeypatch.setattr(osio, "preadv", real)
+            assert store.remove(key)
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(osio, "preadv", evict_first)
+        into = aligned(bytes(PAYLOAD))
+        assert store.get(key, into) == Hit(PAYLOAD, 256)
+        assert into == payload_of(key)
+        assert not store.contains(key)
+
+
+def test_no_lock_is_held_while_bytes_move(root, monkeypatch):
+    """A slow disk must not stop lookups, loads or stores of other chunks."""
+    slow, quick = prefix("slow", 1)[0], prefix("quick", 2)
+    writing, go_on = threading.Event(), threading.Event()
+    real = osio.pwritev
+
+    def wait_once(fd, buffers, offset):
+        if not writing.is_set():
+            writing.set()
+            assert go_on.wait(30)
+        return real(fd, buffers, offset)
+
+    with open_store(root) as store:
+        put(store, quick[0])
+        monkeypatch.setattr(osio, "pwritev", wait_once)
+        with ThreadPoolExecutor(1) as thread:
+            slow_put = thread.submit(put, store, slow)
+            assert writing.wait(30)
+            assert put(store, quick[1], 1, quick[0]) is PutResult.STORED
+            assert store.match(quick) == 2 and all(holds(store, key) for key in quick)
+            assert put(store, slow) is PutResult.BUSY
+            go_on.set()
+            assert slow_put.result() is PutResult.STORED
+
+
+def test_close_waits_for_calls_in_flight(root, monkeypatch):
+    """The write under way is finished, later ones are refused, and the session's file goes."""
+    key = prefix("in flight", 1)[0]
+    writing, go_on = threading.Event(), threading.Event()
+    real = osio.pwritev
+
+    def wait(fd, buffers, offset):
+        writing.set()
+        assert go_on.wait(30)
+        return real(fd, buffers, offset)
+
+    store = open_store(root)
+    monkeypatch.setattr(osio, "pwritev", wait)
+    with ThreadPoolExecutor(2) as threads:
+        in_flight = threads.submit(put, store, key)
+        assert writing.wait(30)
+        closing = threads.submit(store.close)
+        while not store._closed:
+            time.sleep(0)
+        assert put(store, prefix("late", 1)[0]) is PutResult.CLOSED
+        assert not closing.done() and len(session_files(root)) == 1
+        go_on.set()
+        assert in_flight.result() is PutResult.STORED
+        closing.result()
+    assert session_files(root) == []
+    monkeypatch.undo()
+    with open_store(root) as store:
+        assert holds(store, key)
