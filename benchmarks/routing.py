@@ -205,31 +205,52 @@ class Oracle(Policy):
 
 
 class PrefixAffinity(Policy):
-    """The hook's decision code under a simulated clock."""
+    """The hook's decision code under a simulated clock, in one proxy worker or several."""
 
-    def __init__(self, world: World, rules: Rules | None = None, table_entries: int = 200_000) -> None:
+    def __init__(
+        self,
+        world: World,
+        rules: Rules | None = None,
+        table_entries: int = 200_000,
+        workers: int = 1,
+        shared: bool = False,
+    ) -> None:
         super().__init__(world)
         self.candidates = [Candidate(f"replica-{i}", f"server-{i}") for i in range(len(world.servers))]
         self.index = {candidate.name: i for i, candidate in enumerate(self.candidates)}
-        self.ledger = Ledger(ttl_s=600.0, rate=world.rate)
-        self.placement = Placement(PrefixTable(table_entries), self.ledger, rules or Rules())
+        self.workers = [
+            Placement(PrefixTable(table_entries), Ledger(ttl_s=900.0, rate=world.rate), rules or Rules())
+            for _ in range(workers)
+        ]
+        self.shared = shared
+        for worker in self.workers:
+            worker.blind = workers > 1 and not shared
 
     def pick(self, number: int, request: Request, now: float) -> int:
         ends = [min((i + 1) * BLOCK_TOKENS, request.input_length) for i in range(len(request.hash_ids))]
         root = min(1, len(ends) - 1)
         prefix = Prefix(request.hash_ids, ends, root, request.hash_ids[root])
-        decision = self.placement.decide(prefix, self.candidates, 1.0, now)
-        self.placement.table.record(prefix, decision.chosen)
+        worker = self.workers[number % len(self.workers)]
+        others = [other for other in self.workers if other is not worker] if self.shared else []
+        for candidate in self.candidates if others else ():
+            heard = [other.ledger.load(candidate.server) for other in others]
+            load = worker.ledger.load(candidate.server)
+            load.elsewhere_tokens = sum(other.prefill_tokens for other in heard)
+            load.elsewhere_running = sum(other.running for other in heard)
+        decision = worker.decide(prefix, self.candidates, 1.0, now)
+        worker.table.record(prefix, decision.chosen)
+        for other in others:
+            other.table.record(Prefix([prefix.anchor, prefix.keys[-1]], [0, 0], 0, prefix.anchor), decision.chosen)
         uncached = decision.total_tokens - decision.predicted_tokens
         index = self.index[decision.chosen]
-        self.ledger.take(str(number), self.candidates[index].server, uncached, now)
+        worker.ledger.take(str(number), self.candidates[index].server, uncached, now)
         return index
 
     def first_token(self, number: int, now: float) -> None:
-        self.ledger.first_token(str(number), now)
+        self.workers[number % len(self.workers)].ledger.first_token(str(number), now)
 
     def done(self, number: int, now: float) -> None:
-        self.ledger.release(str(number))
+        self.workers[number % len(self.workers)].ledger.release(str(number))
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -345,13 +366,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gpu-blocks", type=int, default=GPU_BLOCKS, help="blocks of 512 tokens in a replica's pool")
     parser.add_argument("--nvme-blocks", type=int, default=NVME_BLOCKS, help="blocks in a replica's tier")
     parser.add_argument("--prefill-rate", type=float, default=None, help="tokens a second; default: see above")
+    parser.add_argument("--workers", type=int, default=1, help="proxy workers of the hook")
+    parser.add_argument("--shared", action="store_true", help="the workers hear of each other, as by Redis, at once")
     parser.add_argument("--policy", action="append", choices=sorted(POLICIES), help="default: all of them")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args(arguments)
     requests = load_trace(options.trace)
     shape = (options.replicas, options.gpu_blocks, options.nvme_blocks)
     rate = options.prefill_rate or calibrated_rate(requests, *shape)
-    rows = [replay(name, requests, *shape, rate=rate) for name in options.policy or POLICIES]
+    extra = {"prefix_affinity": {"workers": options.workers, "shared": options.shared}}
+    rows = [replay(name, requests, *shape, rate=rate, **extra.get(name, {})) for name in options.policy or POLICIES]
     print(
         f"{len(requests)} requests over {requests[-1].timestamp / 1000:.0f} s, {options.replicas} replicas with "
         f"{options.gpu_blocks} + {options.nvme_blocks} blocks each, prefill {rate:.0f} tokens/s"

@@ -36,7 +36,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from routing import Request, load_trace, quantile
+from routing import Request, load_trace, quantile  # noqa: E402
 
 KEY = "sk-Bench-0123456789abcdefABCDEF-ghijkl"
 BLOCK_CHARS = 128
@@ -125,7 +125,7 @@ def proxy(folder: Path, name: str, ports: list[int], hook: bool) -> tuple[list[s
 
 
 def messages_of(request: Request) -> list[dict[str, str]]:
-    """The request's blocks as messages: the shared block as system prompt, then a message a block, the last a user's."""
+    """The request's blocks as messages: the shared one is the system prompt, the last is a user's."""
     texts = [(f"block {block} " * BLOCK_CHARS)[:BLOCK_CHARS] for block in request.hash_ids]
     turns = [{"role": "system", "content": texts[0]}]
     turns += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts[1:])]

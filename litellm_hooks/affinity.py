@@ -23,7 +23,7 @@ from litellm_hooks.prefix_table import PrefixTable
 from litellm_hooks.replica import Replica
 from litellm_hooks.replica_poll import Reading
 from litellm_hooks.settings import Settings
-from litellm_hooks.shared_state import Load, Move
+from litellm_hooks.shared_state import Load, Place
 
 PENDING_S = 2.0
 """A decision counts as load at once, for so long, so that a burst does not see an empty ledger."""
@@ -33,7 +33,6 @@ HIT_WORTH_CHECKING = 1024.0
 
 PRESSED_USAGE = 0.95
 MAX_RESPONSES = 50_000
-_MOVED_REASONS = frozenset({"moved", "spill", "bound"})
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -57,13 +56,14 @@ class Affinity:
             bound_slack_tokens=settings.bound_slack_tokens,
             move_cost=settings.move_cost,
             spill_tokens=settings.spill_tokens,
+            blind_spill_tokens=settings.blind_spill_tokens,
             decode_tokens=settings.decode_tokens,
         )
         self.placement = Placement(self.table, self.ledger, rules)
         self.calls = Calls()
         self.replicas: dict[str, Replica] = {}
         """By deployment id: every replica a request could have gone to."""
-        self.on_move: Callable[[Move], None] = lambda move: None
+        self.on_place: Callable[[Place], None] = lambda place: None
         self._ratios: dict[str, float] = {}
         self._reporting: set[str] = set()
         self._responses: OrderedDict[str, tuple[int, str]] = OrderedDict()
@@ -144,8 +144,7 @@ class Affinity:
             if not call.prefix.keys:
                 return
             self.table.record(call.prefix, replica.name)
-            if decision is not None and (decision.first != replica.name or decision.reason in _MOVED_REASONS):
-                self.on_move(Move(call.prefix.anchor, call.prefix.keys[-1], replica.name))
+            self.on_place(Place(call.prefix.anchor, call.prefix.keys[-1], replica.name))
         metrics.PREDICTED.inc(predicted)
 
     def first_token(self, call_id: str) -> None:
@@ -224,10 +223,14 @@ class Affinity:
                 self.table.forget_replica(server)
                 metrics.FORGOTTEN.labels("restarted").inc()
 
-    def heard_moves(self, moves: list[Move]) -> None:
+    def heard_places(self, places: list[Place]) -> None:
         with self.lock:
-            for move in moves:
-                self.table.record(Prefix([move.anchor, move.last], [0, 0], 0, move.anchor), move.replica)
+            for place in places:
+                self.table.record(Prefix([place.anchor, place.last], [0, 0], 0, place.anchor), place.replica)
+
+    def hears(self, others: bool, told: bool) -> None:
+        """Whether other workers are known to run, and whether they are being heard."""
+        self.placement.blind = others and not told
 
     def heard_load(self, loads: dict[str, Load]) -> None:
         with self.lock:

@@ -32,7 +32,7 @@ _encoder = msgspec.json.Encoder(enc_hook=lambda value: str(type(value)))
 
 
 class Media(str):
-    """The content of an image, audio or file: hashed like text, but no model spends a token on four characters of it."""
+    """The content of an image, audio or file: hashed like text, but no token stands for four characters of it."""
 
     __slots__ = ()
 

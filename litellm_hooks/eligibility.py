@@ -92,7 +92,7 @@ def eligible(
     """The deployments LiteLLM's later steps would leave, tags aside.
 
     `least_tokens` is a lower estimate of the prompt's tokens: a context window below it cannot hold the prompt.
-    `failed_ids` are deployments the hook itself saw failing in this request. A rule that would leave nothing is skipped.
+    `failed_ids` are deployments the hook saw failing in this request. A rule that would leave nothing is skipped.
     """
     excluded: dict[str, str] = {}
     kept: list[Choice] = [(deployment, replica_of(deployment)) for deployment in deployments]

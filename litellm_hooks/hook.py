@@ -1,4 +1,4 @@
-"""LiteLLM's side of the hook: a CustomLogger that asks `Affinity` and never lets a failure of its own reach a request."""
+"""LiteLLM's side of the hook: a CustomLogger that asks `Affinity` and lets no failure of its own reach a request."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         self.affinity = Affinity(settings)
         self.log = _open_log(settings)
         self._router = router
+        self._shared: SharedState | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._anonymous = 0
@@ -263,9 +264,9 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
             poll = ReplicaPoll(settings.poll_metrics_s, settings.poll_timeout_s, affinity.servers, affinity.polled)
             runs.append(poll.run())
         if settings.share_by_redis:
-            shared = SharedState(self._redis, affinity.own_load, affinity.heard_moves, affinity.heard_load)
-            affinity.on_move = shared.moved
-            runs.append(shared.run())
+            self._shared = SharedState(self._redis, affinity.own_load, affinity.heard_places, affinity.heard_load)
+            affinity.on_place = self._shared.placed
+            runs.append(self._shared.run())
         self._tasks = [loop.create_task(run) for run in runs]
 
     def _redis(self) -> Any | None:
@@ -274,8 +275,9 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
 
     async def _publish(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
+            self.affinity.hears(seams.one_of_several(), self._shared is not None and self._shared.alive)
             self.affinity.publish()
+            await asyncio.sleep(1.0)
 
     async def close(self) -> None:
         """Ends the background tasks, the log written out."""
@@ -305,8 +307,8 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
     def _check_tiers(self, replicas: list[Replica]) -> None:
         for replica in replicas:
             if replica.tier_found is not None and replica.tier_found != replica.tier:
-                self._warn(f"model_info.kv_tier of {replica.id}: found {replica.tier_found!r}; allowed: nvme, ram, none; "
-                           "counted as none")  # fmt: skip
+                found = f"model_info.kv_tier of {replica.id}: found {replica.tier_found!r}"
+                self._warn(f"{found}; allowed: nvme, ram, none; counted as none")
 
     def _warn(self, text: str) -> None:
         if text not in self._warned and len(self._warned) < 100:

@@ -49,7 +49,10 @@ class Rules(msgspec.Struct, frozen=True):
     decode_tokens: float = 256.0
     """What a running answer weighs against tokens that wait to be prefilled."""
     spill_tokens: float = 2048.0
-    """Difference of load under which a new session stays with the first of its rendezvous order."""
+    """Difference of load under which a session stays, or a new one goes to the first of its rendezvous order."""
+    blind_spill_tokens: float = 65_536.0
+    """The same for a worker that others do not tell what they place: it takes their sessions for new ones, and would
+    spill what lies at the first of its order. Measured by benchmarks/routing.py --workers."""
     pressed_tokens: float = 32_768.0
     """What a full KV pool with requests waiting weighs."""
     waiting_tokens: float = 2048.0
@@ -61,6 +64,8 @@ class Placement:
 
     def __init__(self, table: PrefixTable, ledger: Ledger, rules: Rules) -> None:
         self.table, self.ledger, self.rules = table, ledger, rules
+        self.blind = False
+        """Whether other workers place sessions of which this one does not hear."""
 
     def work(self, candidate: Candidate) -> float:
         """The candidate's work in flight, in prefill tokens for a capacity of one."""
@@ -98,7 +103,7 @@ class Placement:
             """Tokens of waiting and prefilling, a token that home would save counted `move_cost` times."""
             return work[name] + rules.move_cost * (at_home - held.get(name, 0.0)) / by_name[name].weight
 
-        margin = rules.spill_tokens
+        margin = rules.blind_spill_tokens if self.blind else rules.spill_tokens
         limit = work[home] - margin
         best = min(order, key=cost)
         if best != home and cost(best) < limit:

@@ -3,6 +3,8 @@ never a request. Checked against 1.106.12."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +19,11 @@ def running_router() -> Any | None:
     """The proxy's router, where this process is a proxy."""
     proxy = sys.modules.get("litellm.proxy.proxy_server")
     return getattr(proxy, "llm_router", None)
+
+
+def one_of_several() -> bool:
+    """Whether this process is one of a server's workers: uvicorn starts them as children, gunicorn forks them."""
+    return multiprocessing.parent_process() is not None or "gunicorn" in os.environ.get("SERVER_SOFTWARE", "")
 
 
 def redis_cache(router: Any | None) -> Any | None:

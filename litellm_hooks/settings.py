@@ -29,6 +29,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many tokens of waiting a token that a move prefills again is worth."""
     spill_tokens: float = 2048.0
     """Difference of load under which a session stays, or a new one goes to the first of its order."""
+    blind_spill_tokens: float = 65_536.0
+    """The same where several workers run without Redis and do not hear of each other's sessions."""
     decode_tokens: float = 256.0
     """What a running answer weighs as load, in tokens waiting to be prefilled."""
     table_entries: int = 200_000
@@ -63,6 +65,7 @@ _FLOORS: Mapping[str, float] = {
     "bound_slack_tokens": 0.0,
     "move_cost": 1.0,
     "spill_tokens": 0.0,
+    "blind_spill_tokens": 0.0,
     "decode_tokens": 0.0,
     "table_entries": 1000,
     "lease_ttl_s": 1.0,

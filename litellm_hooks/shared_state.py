@@ -1,9 +1,9 @@
-"""What workers tell each other through LiteLLM's Redis: where sessions moved, and the work they have in flight.
+"""What workers tell each other through LiteLLM's Redis: where sessions lie, and the work in flight.
 
 Everything happens in a background task; a request never waits for Redis. Gone or slow, the workers decide by what they
-know themselves, which rendezvous hashing makes agree for every session that was never moved.
+know themselves, which rendezvous hashing makes agree for every session that was not moved.
 
-Keys, all in one hash slot: `{prefix_affinity}:moves`, a capped stream of (anchor, last key, replica);
+Keys, all in one hash slot: `{prefix_affinity}:places`, a capped stream of (anchor, last key, replica);
 `{prefix_affinity}:workers`, a set; `{prefix_affinity}:load:<worker>`, JSON that expires with its worker.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-MOVES = "{prefix_affinity}:moves"
+PLACES = "{prefix_affinity}:places"
 WORKERS = "{prefix_affinity}:workers"
 LOAD = "{prefix_affinity}:load:"
-MAX_MOVES = 50_000
+MAX_PLACES = 50_000
 TICK_S = 0.1
 PATIENCE_S = 1.0
 LOAD_TTL_MS = 2_000
@@ -31,7 +31,7 @@ Load = tuple[float, int]
 """Tokens to prefill, calls running."""
 
 
-class Move(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True):
     """The session of `anchor` lies at `replica`, as far as `last`."""
 
     anchor: int
@@ -46,20 +46,25 @@ class SharedState:
         self,
         client: Callable[[], Any | None],
         own_load: Callable[[], dict[str, Load]],
-        on_moves: Callable[[list[Move]], None],
+        on_places: Callable[[list[Place]], None],
         on_load: Callable[[dict[str, Load]], None],
     ) -> None:
-        self.client, self.own_load, self.on_moves, self.on_load = client, own_load, on_moves, on_load
+        self.client, self.own_load, self.on_places, self.on_load = client, own_load, on_places, on_load
         self.worker = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.failures = 0
         self.exchanges = 0
-        self._outbox: deque[Move] = deque(maxlen=10_000)
+        self._outbox: deque[Place] = deque(maxlen=10_000)
         self._last_id = "0"
         self._heard_at = 0.0
 
-    def moved(self, move: Move) -> None:
-        """Queues a move for the others; the oldest are dropped where Redis does not follow."""
-        self._outbox.append(move)
+    def placed(self, place: Place) -> None:
+        """Queues a placement for the others; the oldest are dropped where Redis does not follow."""
+        self._outbox.append(place)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the last exchange is recent enough to go by."""
+        return self._heard_at > 0 and time.monotonic() - self._heard_at < 2 * LOAD_TTL_MS / 1000
 
     async def run(self) -> None:
         pause = TICK_S
@@ -75,18 +80,18 @@ class SharedState:
             except Exception:
                 self.failures += 1
                 pause = min(5.0, pause * 2)
-            if self._heard_at and time.monotonic() - self._heard_at > 2 * LOAD_TTL_MS / 1000:
+            if self._heard_at and not self.alive:
                 self._heard_at = 0.0
                 self.on_load({})
 
     async def exchange(self, client: Any) -> None:
-        """One round: own moves and load out, the others' in."""
+        """One round: own placements and load out, the others' in."""
         sent = list(self._outbox)
         load = msgspec.json.encode(self.own_load())
         pipe = client.pipeline(transaction=False)
-        for move in sent:
-            fields = {"w": self.worker, "m": msgspec.json.encode(move)}
-            pipe.xadd(MOVES, fields, maxlen=MAX_MOVES, approximate=True)
+        for place in sent:
+            fields = {"w": self.worker, "m": msgspec.json.encode(place)}
+            pipe.xadd(PLACES, fields, maxlen=MAX_PLACES, approximate=True)
         pipe.set(LOAD + self.worker, load, px=LOAD_TTL_MS)
         pipe.sadd(WORKERS, self.worker)
         pipe.expire(WORKERS, 3600)
@@ -96,7 +101,7 @@ class SharedState:
             self._outbox.popleft()
         others = sorted(_text(name) for name in answers[-1] if _text(name) != self.worker)
         await self._read_loads(client, others)
-        await self._read_moves(client)
+        await self._read_places(client)
         self.exchanges += 1
         self._heard_at = time.monotonic()
 
@@ -115,23 +120,23 @@ class SharedState:
             await client.srem(WORKERS, *gone)
         self.on_load(total)
 
-    async def _read_moves(self, client: Any) -> None:
+    async def _read_places(self, client: Any) -> None:
         while True:
-            answer = await client.xread({MOVES: self._last_id}, count=1000)
+            answer = await client.xread({PLACES: self._last_id}, count=1000)
             entries = answer[0][1] if isinstance(answer, list) and answer else _entries(answer)
             if not entries:
                 return
-            moves = []
+            places = []
             for ident, fields in entries:
                 self._last_id = _text(ident)
                 named = {_text(key): value for key, value in fields.items()}
                 if _text(named.get("w", b"")) == self.worker:
                     continue
                 try:
-                    moves.append(msgspec.json.decode(named["m"], type=Move))
+                    places.append(msgspec.json.decode(named["m"], type=Place))
                 except (msgspec.DecodeError, KeyError):
                     continue
-            self.on_moves(moves)
+            self.on_places(places)
 
 
 def _entries(answer: Any) -> list[Any]:

@@ -194,7 +194,8 @@ def build(replica: Replica) -> Starlette:
         async def events() -> AsyncIterator[str]:
             tokens, cached = await replica.prefill("completions", body)
             async for word in paced(words):
-                yield f"data: {json.dumps({**head, 'choices': [{'index': 0, 'text': word, 'finish_reason': None}]})}\n\n"
+                choice = {"index": 0, "text": word, "finish_reason": None}
+                yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
             done = {**head, "choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
             yield f"data: {json.dumps(done)}\n\n"
             if (body.get("stream_options") or {}).get("include_usage"):
@@ -251,7 +252,7 @@ def build(replica: Replica) -> Starlette:
         if (bad := refusal()) is not None:
             return bad
         words = words_for(body)
-        head = {"id": f"msg_{len(replica.requests)}", "type": "message", "role": "assistant", "model": body.get("model"),
+        head = {"id": f"msg_{len(replica.requests)}", "type": "message", "role": "assistant", "model": body["model"],
                 "stop_sequence": None}  # fmt: skip
 
         def usage(tokens: int, cached: int) -> dict[str, int]:

@@ -141,8 +141,9 @@ def test_count_tokens_is_answered(rig: Rig) -> None:
 def claude_code(turns: int, cch: str, marker: str) -> dict[str, Any]:
     """A turn as Claude Code sends it: a billing line that changes, cache marks, tools, tool calls and their results."""
     mark = {"cache_control": {"type": "ephemeral"}}
+    schema = {"type": "object", "properties": {"p": {"type": "string"}}}
     tools = [
-        {"name": name, "description": f"{name} " * 100, "input_schema": {"type": "object", "properties": {"p": {"type": "string"}}}}
+        {"name": name, "description": f"{name} " * 100, "input_schema": schema}
         for name in ("Bash", "Read", "Edit")
     ]  # fmt: skip
     history: list[dict[str, Any]] = [
@@ -203,6 +204,9 @@ def test_aborted_streams_do_not_leak_load(rig: Rig) -> None:
     wait_for(lambda: rig.in_flight() == 0, seconds=15)
 
 
+DEEP = {"name": "f", "parameters": {"a": [[[[[[[[{}]]]]]]]]}}
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -211,7 +215,7 @@ def test_aborted_streams_do_not_leak_load(rig: Rig) -> None:
         {"messages": [{"role": "user", "content": [{"type": "hologram", "beam": 1}]}]},
         {"messages": [{"role": "user", "content": "x" * 10_000_000}]},
         {"messages": [{"role": "user", "content": "\ud83d half"}]},
-        {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": [[[[[[{}]]]]]]}}}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": DEEP}]},
     ],
     ids=["none", "role", "part", "10 MB", "surrogate", "tools"],
 )  # fmt: skip
@@ -229,7 +233,7 @@ def test_malformed_requests_are_routed_as_without_the_hook(rig: Rig, body: dict[
 
 
 def test_metrics_tell_what_happened(rig: Rig) -> None:
-    """Decisions by reason, predicted and measured hit tokens, table size and decision time are on LiteLLM's /metrics."""
+    """Decisions by reason, hit tokens predicted and measured, table size and decision time are on /metrics."""
     before = rig.metrics()
     rig.proxy.ask(session("metered", 1))
     rig.proxy.ask(session("metered", 3))

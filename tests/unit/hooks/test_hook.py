@@ -324,7 +324,7 @@ def test_package_imports_neither_torch_nor_the_other_packages() -> None:
 
 
 def test_decision_takes_a_fraction_of_reading_the_request() -> None:
-    """The filter costs at most three times what parsing 100 KB of history as JSON costs (0.3 ms where that takes 0.1)."""
+    """The filter costs at most three times what parsing 100 KB of history as JSON costs (some 0.1 ms)."""
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": f"{i} " + "some words of a history, 42\n" * 60}
         for i in range(60)

@@ -51,8 +51,8 @@ def test_text_block_and_text_are_one() -> None:
     """A message counts as its text, in a block or not, with cache_control or not."""
     blocks = {"role": "user", "content": [{"type": "text", "text": USER["content"], "cache_control": {"type": "e"}}]}
     assert prefix_of([blocks]).keys == prefix_of([USER]).keys
-    assert prefix_of([{"type": "message", "role": "user", "content": [{"type": "input_text", "text": USER["content"]}]}])\
-        .keys == prefix_of([USER]).keys  # fmt: skip
+    item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": USER["content"]}]}
+    assert prefix_of([item]).keys == prefix_of([USER]).keys
 
 
 @pytest.mark.parametrize(
