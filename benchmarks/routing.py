@@ -40,6 +40,7 @@ from litellm_hooks.ledger import Ledger
 from litellm_hooks.placement import Candidate, Placement, Rules
 from litellm_hooks.prefix import Prefix
 from litellm_hooks.prefix_table import PrefixTable
+from litellm_hooks.shared_state import Place
 
 BLOCK_TOKENS = 512
 GPU_BLOCKS = 1_000
@@ -240,7 +241,8 @@ class PrefixAffinity(Policy):
         decision = worker.decide(prefix, self.candidates, 1.0, now)
         worker.table.record(prefix, decision.chosen)
         for other in others:
-            other.table.record(Prefix([prefix.anchor, prefix.keys[-1]], [0, 0], 0, prefix.anchor), decision.chosen)
+            held = decision.held if decision.chosen == decision.home else -1
+            other.table.record(Place.of(prefix, held, decision.chosen).prefix, decision.chosen)
         uncached = decision.total_tokens - decision.predicted_tokens
         index = self.index[decision.chosen]
         worker.ledger.take(str(number), self.candidates[index].server, uncached, now)

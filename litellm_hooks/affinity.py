@@ -144,7 +144,8 @@ class Affinity:
             if not call.prefix.keys:
                 return
             self.table.record(call.prefix, replica.name)
-            self.on_place(Place(call.prefix.anchor, call.prefix.keys[-1], replica.name))
+            held = decision.held if decision is not None and decision.chosen == decision.home else -1
+            self.on_place(Place.of(call.prefix, held, replica.name))
         metrics.PREDICTED.inc(predicted)
 
     def first_token(self, call_id: str) -> None:
@@ -226,7 +227,7 @@ class Affinity:
     def heard_places(self, places: list[Place]) -> None:
         with self.lock:
             for place in places:
-                self.table.record(Prefix([place.anchor, place.last], [0, 0], 0, place.anchor), place.replica)
+                self.table.record(place.prefix, place.replica)
 
     def hears(self, others: bool, told: bool) -> None:
         """Whether other workers are known to run, and whether they are being heard."""

@@ -3,7 +3,7 @@
 Everything happens in a background task; a request never waits for Redis. Gone or slow, the workers decide by what they
 know themselves, which rendezvous hashing makes agree for every session that was not moved.
 
-Keys, all in one hash slot: `{prefix_affinity}:places`, a capped stream of (anchor, last key, replica);
+Keys, all in one hash slot: `{prefix_affinity}:places`, a capped stream of (anchor, keys, replica);
 `{prefix_affinity}:workers`, a set; `{prefix_affinity}:load:<worker>`, JSON that expires with its worker.
 """
 
@@ -19,10 +19,13 @@ from typing import Any
 
 import msgspec
 
+from litellm_hooks.prefix import Prefix
+
 PLACES = "{prefix_affinity}:places"
 WORKERS = "{prefix_affinity}:workers"
 LOAD = "{prefix_affinity}:load:"
 MAX_PLACES = 50_000
+MAX_KEYS = 32
 TICK_S = 0.1
 PATIENCE_S = 1.0
 LOAD_TTL_MS = 2_000
@@ -32,11 +35,26 @@ Load = tuple[float, int]
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """The session of `anchor` lies at `replica`, as far as `last`."""
+    """The session of `anchor` lies at `replica`, as far as each of `keys`."""
 
     anchor: int
-    last: int
+    keys: list[int]
     replica: str
+
+    @classmethod
+    def of(cls, prefix: Prefix, held: int, replica: str) -> Place:
+        """The keys of `prefix` beyond index `held`, which the others know; of very many, evenly drawn ones."""
+        keys = prefix.keys[max(held + 1, prefix.root) :] or prefix.keys[-1:]
+        if len(keys) > MAX_KEYS:
+            step = len(keys) / MAX_KEYS
+            keys = [keys[int((number + 1) * step) - 1] for number in range(MAX_KEYS)]
+        return cls(prefix.anchor, keys, replica)
+
+    @property
+    def prefix(self) -> Prefix:
+        """What is known of the session's prefix, for a table."""
+        keys = [self.anchor, *(key for key in self.keys if key != self.anchor)]
+        return Prefix(keys, [0] * len(keys), 0, self.anchor)
 
 
 class SharedState:
