@@ -177,7 +177,7 @@ def test_workers_share_moves_and_load_by_redis(tmp_path: Path, redis_url: tuple[
     log = tmp_path / "decisions.jsonl"
     with ExitStack() as stack:
         servers = stack.enter_context(model_servers(tmp_path, ["c1", "c2"], "--decode-ms", "60"))
-        config = example("coder", servers, decision_log=str(log), spill_tokens=0, decode_tokens=100_000)
+        config = example("coder", servers, decision_log=str(log), spill_tokens=2000, decode_tokens=4000)
         config["general_settings"]["coordination_redis"] = {"host": host, "port": port}
         proxy = stack.enter_context(running_proxy(tmp_path, config, workers=2))
         for number in range(8):  # both workers have begun, and begun to exchange
