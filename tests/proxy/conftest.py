@@ -83,7 +83,8 @@ class ModelServer:
 
     def start(self) -> None:
         script = Path(__file__).with_name("model_server.py")
-        command = [sys.executable, str(script), "--port", str(self.port), "--name", self.name, *self.options]
+        command = [sys.executable, str(script), "--port", str(self.port), "--name", self.name,
+                   *(option.format(folder=self.folder, name=self.name) for option in self.options)]  # fmt: skip
         self.process = Process(command, self.folder / f"{self.name}.log")
 
     def ready(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -49,7 +50,9 @@ class Rig:
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("one-worker")
     with ExitStack() as stack:
-        coder = stack.enter_context(model_servers(folder, ["c1", "c2"], "--decode-ms", "5"))
+        coder = stack.enter_context(
+            model_servers(folder, ["c1", "c2"], "--decode-ms", "5", "--tier", "{folder}/{name}.tier")
+        )
         large = stack.enter_context(model_servers(folder, ["l1", "l2", "l3", "l4"]))
         log = folder / "decisions.jsonl"
         settings: dict[str, Any] = {"decision_log": str(log), "poll_metrics_s": 0.5}
@@ -295,7 +298,9 @@ def test_killed_replica_costs_no_client_error(rig: Rig) -> None:
                     "stream": number % 2 == 0,
                 }
                 answer = client.post("/v1/chat/completions", json=body)
-                if answer.status_code != 200 or "error" in answer.text:
+                # Nobody, LiteLLM included, can go on with a stream whose replica died after the first word.
+                begun = '"content":"w0' in answer.text
+                if answer.status_code != 200 or ('"error"' in answer.text and not begun):
                     failures.append(answer.text[-300:])
                 served[answer.headers.get("x-kv-replica", "?")] += 1
                 turns = min(turns + 2, 9)
@@ -322,6 +327,34 @@ def test_killed_replica_costs_no_client_error(rig: Rig) -> None:
         return any(rig.proxy.ask(session(f"back {n}", 1, 100)).headers["x-kv-replica"] == "coder-1" for n in range(12))
 
     wait_for(back, seconds=30, every=0.5)
+
+
+def test_restarted_replica_with_an_nvme_tier_keeps_its_sessions(rig: Rig) -> None:
+    """Sessions of a replica that was gone come back to it, and its tier answers for their prompts."""
+    home = "coder-2"
+    mine = [n for n in range(16) if rig.proxy.ask(session(f"tier {n}", 1)).headers["x-kv-replica"] == home]
+    assert len(mine) >= 2
+    rig.coder[1].kill()
+    answer = rig.proxy.ask(session(f"tier {mine[0]}", 3))
+    assert (answer.status_code, answer.headers["x-kv-replica"], answer.headers["x-kv-reason"]) == (
+        200,
+        "coder-1",
+        "failover",
+    )
+    rig.coder[1].start()
+    rig.coder[1].ready()
+    fresh = itertools.count()
+    wait_for(
+        lambda: rig.proxy.ask(session(f"probe {next(fresh)}", 1, 100)).headers["x-kv-replica"] == home,
+        seconds=30,
+        every=0.3,
+    )
+    for n in mine[1:]:
+        answer = rig.proxy.ask(session(f"tier {n}", 3))
+        assert (answer.headers["x-kv-replica"], answer.headers["x-kv-reason"]) == (home, "prefix")
+        usage = answer.json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 0.4 * usage["prompt_tokens"]
+    assert rig.proxy.ask(session(f"tier {mine[0]}", 5)).headers["x-kv-replica"] == "coder-1"
 
 
 def test_order_falls_back_when_all_of_the_first_are_gone(rig: Rig) -> None:
