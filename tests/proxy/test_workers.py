@@ -233,9 +233,9 @@ def test_workers_share_moves_and_load_by_redis(tmp_path: Path, redis_url: tuple[
         for sign in (signal.SIGSTOP, signal.SIGKILL):
             redis.child.send_signal(sign)
             marks = len(decisions(log))
-            for number in range(10):
+            for number in range(4):
                 ask(proxy, session(f"without {sign} {number}", 1, 500), "coder")
-            later = wait_for(lambda since=marks: decisions(log)[since:] if len(decisions(log)) >= since + 10 else None)
+            later = wait_for(lambda since=marks: decisions(log)[since:] if len(decisions(log)) >= since + 4 else None)
             assert statistics.median(line["took_us"] for line in later) < 5000
 
 
