@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -42,6 +44,18 @@ class Calls:
 
     def get(self, call_id: str | None) -> Call | None:
         return self._calls.get(call_id) if call_id is not None else None
+
+    def of(self, *holders: Mapping[str, Any]) -> Call | None:
+        """The call of a hook's arguments: by LiteLLM's call id, else by the trace id the filter knew it by."""
+        for holder in holders:
+            for key in ("litellm_call_id", "litellm_trace_id"):
+                found = self._calls.get(str(holder.get(key)))
+                if found is not None:
+                    return found
+        return None
+
+    def drop(self, call_id: str) -> None:
+        self._calls.pop(call_id, None)
 
     def begin(self, call_id: str, group: str) -> Call:
         """The call's record; a fallback to another group starts a new one with the same failures."""

@@ -16,7 +16,7 @@ from litellm_hooks import metrics, seams, tenants
 from litellm_hooks.affinity import Affinity, Usage
 from litellm_hooks.calls import Call
 from litellm_hooks.decision_log import DecisionLog
-from litellm_hooks.eligibility import eligible, metadata_of
+from litellm_hooks.eligibility import eligible, failed_in, metadata_of
 from litellm_hooks.errors import ConfigError
 from litellm_hooks.replica import Deployment, Replica, replica_of
 from litellm_hooks.replica_poll import ReplicaPoll
@@ -89,8 +89,11 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         affinity = self.affinity
         call_id = request.get("litellm_call_id")
         if not isinstance(call_id, str):
+            # Without the proxy the router makes the call id later. A trace may go on over several calls.
             self._anonymous += 1
-            call_id = f"anonymous-{self._anonymous}"
+            call_id = str(request.get("litellm_trace_id") or f"anonymous-{self._anonymous}")
+            if not failed_in(request):
+                affinity.calls.drop(call_id)
         call = affinity.calls.begin(call_id, group)
         router = self._router or seams.running_router()
         allowed = await seams.tagged(router, group, deployments, request)
@@ -155,7 +158,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         replica = None
         try:
             replica = self._replica_in(kwargs)
-            call = self.affinity.calls.get(kwargs.get("litellm_call_id"))
+            call = self.affinity.calls.of(kwargs)
             if call is not None and replica is not None:
                 self.affinity.left(call, replica)
         except Exception as error:
@@ -182,8 +185,9 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
     async def async_post_call_success_deployment_hook(self, request_data: Any, response: Any, call_type: Any) -> Any:
         """An answer that does not stream is complete."""
         try:
-            if not hasattr(response, "__aiter__"):
-                self.affinity.ended(str(request_data.get("litellm_call_id")))
+            call = self.affinity.calls.of(request_data)
+            if call is not None and not hasattr(response, "__aiter__"):
+                self.affinity.ended(call.call_id)
         except Exception as error:
             self._trouble("success", error)
         return None
@@ -193,7 +197,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
     ) -> None:
         """An attempt failed; LiteLLM will ask for another deployment if it still may."""
         try:
-            call = self.affinity.calls.get(request_data.get("litellm_call_id"))
+            call = self.affinity.calls.of(request_data)
             replica = self._replica_in(request_data)
             if call is not None and replica is not None:
                 text = str(exception).lower()
@@ -214,8 +218,9 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
     async def async_log_success_event(self, kwargs: Any, response_obj: Any, start_time: Any, end_time: Any) -> None:
         """The answer is complete and its usage known, streams included."""
         try:
-            call = self.affinity.calls.get(kwargs.get("litellm_call_id"))
-            replica = self._replica_in(kwargs.get("litellm_params") or {})
+            params = kwargs.get("litellm_params") or {}
+            call = self.affinity.calls.of(kwargs, params)
+            replica = self._replica_in(params)
             if call is None:
                 return
             self.affinity.ended(call.call_id)

@@ -43,8 +43,9 @@ async def tagged(
 ) -> list[Deployment] | None:
     """The deployments that LiteLLM's tag rules and routing plugins leave; None where that cannot be told, or where
     they leave none and LiteLLM itself had better say so."""
+    untagged = None if any(map(_has_tags, deployments)) else list(deployments)
     if router is None:
-        return list(deployments) if not any(_has_tags(deployment) for deployment in deployments) else None
+        return untagged
     bucket = "litellm_metadata" if "litellm_metadata" in request else "metadata"
     metadata = request.get(bucket)
     looked_at = {**request, bucket: dict(metadata)} if isinstance(metadata, Mapping) else dict(request)
@@ -60,9 +61,20 @@ async def tagged(
         )
         if getattr(router, "routing_plugins", None):
             kept = router._filter_by_routing_plugin_candidates(healthy_deployments=kept, request_kwargs=looked_at)
+    except (ImportError, AttributeError, TypeError):
+        # Another LiteLLM (1.110 asks for more). Where nothing has tags, or they are off, there is nothing to do.
+        return list(deployments) if _tags_are_off(router, deployments, request) else untagged
     except Exception:
         return None
     return list(kept) or None
+
+
+def _tags_are_off(router: Any, deployments: Sequence[Deployment], request: Mapping[str, Any]) -> bool:
+    return (
+        getattr(router, "enable_tag_filtering", None) is False
+        and request.get("enable_tag_filtering") is not True
+        and all(section(deployment, "model_info").get("enable_tag_filtering") is None for deployment in deployments)
+    )
 
 
 def _has_tags(deployment: Deployment) -> bool:

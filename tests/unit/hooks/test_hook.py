@@ -249,6 +249,32 @@ def test_bridged_call_is_one_lease() -> None:
     run(work)
 
 
+def test_router_without_proxy_keeps_sessions() -> None:
+    """litellm.Router alone gives the filter no call id: the trace id stands in, also where calls share it."""
+
+    async def work(proxy: Proxy) -> None:
+        hook = proxy.hook
+        homes = []
+        for turns in (1, 3, 5):
+            request = {"litellm_trace_id": "trace", "metadata": {}}
+            (found,) = await hook.async_filter_deployments("m", proxy.pool, session(1, turns), request)
+            homes.append(found["model_info"]["id"])
+            kwargs = {
+                "litellm_call_id": f"later-{turns}",
+                "litellm_trace_id": "trace",
+                "model_info": found["model_info"],
+            }
+            await hook.async_pre_call_deployment_hook(kwargs, "acompletion")
+            assert len(hook.affinity.ledger) == 1
+            assert len(hook.affinity.calls.get("trace").prefix.keys) >= turns
+            await hook.async_post_call_success_deployment_hook(kwargs, {}, "acompletion")
+            assert len(hook.affinity.ledger) == 0
+            assert hook.affinity.calls.get("trace").reason == ("rendezvous" if turns == 1 else "prefix")
+        assert len(set(homes)) == 1
+
+    run(work)
+
+
 def test_tags_are_obeyed_before_affinity() -> None:
     """A session whose prefix lies at a replica without the request's tag goes to one that has it."""
     from litellm import Router
@@ -265,6 +291,26 @@ def test_tags_are_obeyed_before_affinity() -> None:
         assert len(await proxy.pick(session(0, 5), metadata={"tags": ["gold"]})) == 3
 
     run(work, pool=pool)
+
+
+def test_litellm_whose_tag_rules_look_different_keeps_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LiteLLM 1.110 takes other arguments there: untagged groups are placed all the same, tagged ones left to LiteLLM."""
+    from litellm.router_strategy import tag_based_routing
+
+    async def newer(ctx: Any, *, request_deployments: Any) -> Any:
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(tag_based_routing, "get_deployments_for_tag", newer)
+
+    async def work(proxy: Proxy) -> None:
+        proxy.hook._router = SimpleNamespace(enable_tag_filtering=True)
+        assert len(await proxy.pick(session(1, 1))) == 1
+        proxy.pool[0]["litellm_params"]["tags"] = ["paid"]
+        assert len(await proxy.pick(session(1, 1))) == 3
+        proxy.hook._router = SimpleNamespace(enable_tag_filtering=False)
+        assert len(await proxy.pick(session(1, 1))) == 1
+
+    run(work)
 
 
 def test_context_window_is_obeyed_before_affinity() -> None:
