@@ -294,7 +294,7 @@ def test_tags_are_obeyed_before_affinity() -> None:
 
 
 def test_litellm_whose_tag_rules_look_different_keeps_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LiteLLM 1.110 takes other arguments there: untagged groups are placed all the same, tagged ones left to LiteLLM."""
+    """LiteLLM 1.110 takes other arguments there: untagged groups are placed, tagged ones left to LiteLLM."""
     from litellm.router_strategy import tag_based_routing
 
     async def newer(ctx: Any, *, request_deployments: Any) -> Any:
