@@ -190,8 +190,8 @@ def cpu_seconds(pid: int) -> float:
 
 
 def added_latency(folder: Path, rounds: int) -> dict[str, float]:
-    """Milliseconds of a 100 KB request through the proxy without and with the hook: medians at the client, the median of
-    their differences, and processor time, which a busy machine does not stretch."""
+    """Milliseconds of a 100 KB request through the proxy without and with the hook: medians at the client, the median
+    of their differences, and processor time, which a busy machine does not stretch."""
     with ExitStack() as stack:
         *server, port = model_server(folder, "instant")
         stack.enter_context(child(*server))
