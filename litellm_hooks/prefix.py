@@ -1,0 +1,215 @@
+"""A request's prefix as a chain of keys, and the memory that lets a session's next turn hash only what is new."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from litellm_hooks.canonical import (
+    Piece,
+    first_user,
+    head_pieces,
+    message_pieces,
+    role_of,
+    size_of,
+    without_billing_line,
+)
+
+BIG_PIECE = 8192
+BIG_WIDE_PIECE = 1024
+"""Characters from which a piece is worth recognising by samples instead of hashing it again. Hashing 8 KiB of ASCII
+takes about as long as drawing the samples; other text has to be encoded first and takes ten times as long."""
+
+HUGE_PIECE = 1 << 20
+"""Characters from which a piece is hashed by its ends and evenly spread samples only: 10 MB of text must stay cheap."""
+
+CHUNK = 2048
+"""Characters a raw prompt of /v1/completions is cut into: it has no messages that would mark where turns end."""
+
+MAX_CHUNKS = 512
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """The chain of one request.
+
+    `keys[i]` identifies everything up to and including message `i` (64 bits), `ends[i]` is the size in characters up
+    to there, `root` the index of the first user message: matches before it count for nothing, because a system prompt
+    that everybody shares must not pull everybody to one replica. `anchor` is the key that workers without shared
+    state agree on. `keys` is empty where there is nothing to go by.
+    """
+
+    keys: list[int]
+    ends: list[int]
+    root: int
+    anchor: int
+
+    @property
+    def size(self) -> int:
+        """Characters of the whole prompt."""
+        return self.ends[-1] if self.ends else 0
+
+
+NO_PREFIX = Prefix([], [], 0, 0)
+
+
+def _bytes_of(piece: Piece) -> bytes:
+    return piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogatepass")
+
+
+def _digest(piece: Piece) -> bytes:
+    """Eight bytes that stand for a big piece; a huge one by its ends, its length and 64 samples."""
+    size = len(piece)
+    if size <= HUGE_PIECE:
+        return xxhash.xxh3_64_digest(_bytes_of(piece))
+    step = size // 64
+    spans = [piece[: 1 << 17], piece[-(1 << 17) :], *(piece[at : at + 1024] for at in range(0, size, step))]
+    return xxhash.xxh3_64_digest(b"".join(_bytes_of(span) for span in spans) + size.to_bytes(8, "little"))
+
+
+def _samples(piece: Piece) -> bytes:
+    middle = len(piece) // 2
+    spans = (piece[:128], piece[middle : middle + 128], piece[-128:])
+    drawn = b"".join(spans) if isinstance(piece, bytes) else _bytes_of("".join(spans))  # type: ignore[arg-type]
+    return drawn + len(piece).to_bytes(8, "little")
+
+
+def _is_big(piece: Piece) -> bool:
+    return len(piece) > (BIG_PIECE if isinstance(piece, bytes) or piece.isascii() else BIG_WIDE_PIECE)
+
+
+def _joined(pieces: Sequence[Piece], exact: bool) -> bytes:
+    """The bytes of a message; a big piece is replaced by its digest where `exact`, by its samples elsewhere."""
+    return b"\x1f".join(
+        [(_digest(piece) if exact else _samples(piece)) if _is_big(piece) else _bytes_of(piece) for piece in pieces]
+    )
+
+
+def _recognition(message: object) -> int:
+    """A print by which a message is known again; the digest of all its bytes where no piece of it is big."""
+    if type(message) is dict and len(message) == 2:  # the usual message, by the bytes `_joined` would make of it
+        role, content = message.get("role"), message.get("content")
+        if type(content) is str and type(role) is str and content and role != "system":
+            try:
+                if _is_big(content):
+                    return xxhash.xxh3_64_intdigest(f"{role}\x1f".encode() + _samples(content))
+                return xxhash.xxh3_64_intdigest(f"{role}\x1f{content}".encode())
+            except UnicodeEncodeError:
+                pass
+    return xxhash.xxh3_64_intdigest(_joined(_pieces_of(message), exact=False))
+
+
+class _Trail(msgspec.Struct):
+    """What one session's last request looked like: recognition prints, chain keys and ends, message by message."""
+
+    prints: array[int]
+    keys: array[int]
+    ends: array[int]
+
+
+class SessionMemory:
+    """The chains of recent sessions, bounded by messages in total.
+
+    A message is recognised by its exact bytes where it is small and by samples and length where it is big; a message
+    recognised wrongly (equal length, equal samples, other content) costs a wrong guess about a cache, nothing else.
+    Not safe for several threads at once: the hook calls it under its lock.
+    """
+
+    def __init__(self, max_messages: int = 400_000) -> None:
+        self.max_messages = max_messages
+        self.messages = 0
+        self.reused = 0
+        self.hashed = 0
+        self._trails: OrderedDict[tuple[int, int], _Trail] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._trails)
+
+    def chain(self, seed: int, head: int, messages: Sequence[object], root: int) -> tuple[list[int], list[int]]:
+        """Keys and ends of `messages` after a head of `head` characters that hashed to `seed`."""
+        prints = array("Q", map(_recognition, messages))
+        name = (seed, prints[root])
+        trail = self._trails.get(name)
+        known = 0
+        if trail is not None:
+            limit = min(len(prints), len(trail.prints))
+            if prints[:limit] == trail.prints[:limit]:
+                known = limit
+            else:
+                while prints[known] == trail.prints[known]:
+                    known += 1
+        keys = trail.keys[:known] if trail is not None else array("Q")
+        ends = trail.ends[:known] if trail is not None else array("Q")
+        key, end = (keys[-1], ends[-1]) if known else (seed, head)
+        for index in range(known, len(messages)):
+            pieces = _pieces_of(messages[index])
+            exact = prints[index]
+            if any(map(_is_big, pieces)):
+                exact = xxhash.xxh3_64_intdigest(_joined(pieces, exact=True))
+            key = xxhash.xxh3_64_intdigest(exact.to_bytes(8, "little"), seed=key)
+            end += sum(map(size_of, pieces))
+            keys.append(key)
+            ends.append(end)
+        self.reused += known
+        self.hashed += len(messages) - known
+        self._remember(name, _Trail(prints, keys, ends))
+        return keys.tolist(), ends.tolist()
+
+    def _remember(self, name: tuple[int, int], trail: _Trail) -> None:
+        old = self._trails.pop(name, None)
+        self.messages += len(trail.keys) - (len(old.keys) if old is not None else 0)
+        self._trails[name] = trail
+        while self.messages > self.max_messages and len(self._trails) > 1:
+            _, gone = self._trails.popitem(last=False)
+            self.messages -= len(gone.keys)
+
+
+def _pieces_of(message: object) -> list[Piece]:
+    pieces = message_pieces(message)
+    if role_of(message) == "system" and len(pieces) > 1 and isinstance(pieces[1], str):
+        pieces[1] = without_billing_line(pieces[1])
+    return pieces
+
+
+def _head(group: str, request: Mapping[str, Any], earlier: int) -> tuple[int, int]:
+    pieces = head_pieces(group, request)
+    return xxhash.xxh3_64_intdigest(_joined(pieces, exact=True), seed=earlier), sum(size_of(piece) for piece in pieces)
+
+
+def chat_prefix(
+    group: str, messages: Sequence[object], request: Mapping[str, Any], memory: SessionMemory, earlier: int = 0
+) -> Prefix:
+    """The prefix of a chat, /v1/messages or /v1/responses request.
+
+    `earlier` is the last key of the response that `previous_response_id` names, 0 for none. The answer has no keys
+    where there are no messages at all.
+    """
+    if not messages:
+        return NO_PREFIX
+    seed, head = _head(group, request, earlier)
+    root = max(0, first_user(messages))
+    keys, ends = memory.chain(seed, head, messages, root)
+    return Prefix(keys, ends, root, keys[root])
+
+
+def text_prefix(group: str, prompt: str, request: Mapping[str, Any]) -> Prefix:
+    """The prefix of a raw prompt: a key every 2,048 characters, the last one for the whole."""
+    seed, head = _head(group, request, 0)
+    keys: list[int] = []
+    ends: list[int] = []
+    key = seed
+    for start in range(0, min(len(prompt), CHUNK * MAX_CHUNKS), CHUNK):
+        span = prompt[start : start + CHUNK]
+        key = xxhash.xxh3_64_intdigest(_bytes_of(span), seed=key)
+        keys.append(key)
+        ends.append(head + start + len(span))
+    if len(prompt) > CHUNK * MAX_CHUNKS:
+        keys.append(xxhash.xxh3_64_intdigest(_digest(prompt), seed=key))
+        ends.append(head + len(prompt))
+    if not keys:
+        return NO_PREFIX
+    return Prefix(keys, ends, 0, keys[0])
