@@ -9,9 +9,9 @@ from .conftest import CHUNK, text
 
 def test_preempted_requests_reload_and_end_with_equal_text(start_engine, tmp_path):
     """Three requests whose answers do not fit into the pool together: each ends as it does alone."""
-    prompts = [text(420, seed=30 + i) for i in range(3)]
-    # 110 blocks of 32 tokens: three prompts of some 1,050 tokens just fit, their answers do not.
-    args = ("--num-gpu-blocks-override", "110", "--max-num-seqs", "4")
+    prompts = [text(250, seed=30 + i) for i in range(3)]
+    # 135 blocks of 32 tokens: three prompts of some 1,290 tokens just fit, their answers do not.
+    args = ("--block-size", "32", "--num-gpu-blocks-override", "135", "--max-num-seqs", "4")
     with start_engine(tmp_path, args=args, spec={"max_model_len": 3072}) as engine:
         alone = []
         for prompt in prompts:

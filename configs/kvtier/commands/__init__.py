@@ -1,1 +1,1 @@
-"""One module a sub-command of `kvtier`, most with ``register(app)``; each imports what is heavy only when it is called."""
+"""One module a sub-command of `kvtier`, most with ``register(app)``; each imports what is heavy when it is called."""
