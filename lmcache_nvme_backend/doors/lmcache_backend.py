@@ -412,6 +412,7 @@ class NvmeBackend(AllocatorBackendInterface):
             "kvtier_used_bytes": usage.used_bytes,
             "kvtier_quota_bytes": usage.quota_bytes,
             "kvtier_staging_bytes": ring.nbytes if ring else 0,
+            "kvtier_lmcache_cpu_pool_bytes": 0 if self._cpu is None else int(self._cpu.get_memory_allocator().size),
             "kvtier_staging_slots_free": ring.free if ring else 0,
             "kvtier_chunks": usage.namespace_chunks,
             "kvtier_direct_io": self.store.direct_io,
