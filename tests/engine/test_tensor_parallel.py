@@ -39,6 +39,9 @@ def test_each_rank_keeps_its_own_chunks_and_a_lost_one_is_recomputed(start_engin
         engine.forget()
         for path in list(ranks[1].glob("*/*.kv")):
             path.unlink()
+        computed = engine.tokens("local_compute")
         answer = engine.ask(prompt)
         assert answer.text == cold.text
-        assert engine.metric("kvtier_chunks_load_failed_total", rank="1") > 0
+        again = [engine.metric("kvtier_chunks_loaded_total", rank=str(rank)) for rank in (0, 1)]
+        assert again[0] > loaded[0] and again[1] == loaded[1]
+        assert engine.tokens("local_compute") > computed
