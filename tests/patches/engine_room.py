@@ -39,7 +39,7 @@ class Engine:
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
-        tokens = 50_000
+        tokens = 50_000 if block == BLOCK else 2_000
         config = VllmConfig(
             device_config=DeviceConfig("cpu"),
             scheduler_config=SchedulerConfig(
@@ -80,7 +80,8 @@ class Engine:
         self.tier = self.scheduler.connector.connector_scheduler
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(hash_block, sha256)
-        self.stored: dict[int, int] = {}
+        self.stored: dict[tuple[str, int], set[int]] = {}  # (request, group) to the chunks handed to the tier
+        self._states: dict[str, Any] = {}
         self.offers: list[tuple[str, int, int | None]] = []
         ask = self.tier.get_num_new_matched_tokens
 
@@ -108,6 +109,7 @@ class Engine:
             **{k: v for k, v in optional.items() if k in known},
         )
         self.scheduler.add_request(request)
+        self._states[name] = self.tier._req_status[name]
         return request
 
     def step(self) -> Any:
@@ -156,9 +158,18 @@ class Engine:
         return 7 + self.scheduler.requests[name].num_output_tokens
 
     def _count_stores(self) -> None:
-        for number, job in self.tier._jobs.items():
-            if job.is_store:
-                self.stored[number] = len(job.keys)
+        for job in self.tier._jobs.values():
+            for group, state in enumerate(self._states[job.req_id].group_states) if job.is_store else ():
+                chunks = {i for i, key in enumerate(state.offload_keys) if key in job.keys}
+                self.stored.setdefault((job.req_id, group), set()).update(chunks)
+
+    def chunks(self, name: str, group: int) -> list[int]:
+        return sorted(self.stored.get((name, group), ()))
+
+    @property
+    def attention(self) -> int:
+        """Index of the attention group."""
+        return self.groups.index("FullAttentionSpec")
 
 
 def _worker_metadata(done: dict[int, int]) -> Any:
@@ -192,7 +203,7 @@ def _model(tokens: int) -> Any:
         return_sampling_mask=False,
         dtype=None,
         get_total_num_kv_heads=lambda: 1,
-        get_total_num_hidden_layers=lambda: 8,
+        get_total_num_hidden_layers=lambda: 16,
     )
 
 
@@ -212,7 +223,7 @@ def _mtp() -> Any:
 
 
 def _kv_cache_config(config: Any, block: int, *, mtp: bool, draft_marked: bool) -> Any:
-    """Groups as vLLM makes them: two attention layers, six GDN layers, and with MTP a third attention layer."""
+    """Groups as vLLM makes them: four attention and twelve GDN layers, and with MTP a fifth attention layer."""
     import torch
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -227,13 +238,14 @@ def _kv_cache_config(config: Any, block: int, *, mtp: bool, draft_marked: bool) 
         num_speculative_blocks=int(mtp),
     )
     # In the order of their registration: the MTP layer comes after the model's own.
-    layers = {f"model.layers.{i}": attention if i in (3, 7) else gdn for i in range(8)}
+    layers = {f"model.layers.{i}": attention if i % 4 == 3 else gdn for i in range(16)}
     if mtp:
-        layers["model.layers.8"] = attention
-    bytes_for_blocks = 1200 * attention.page_size_bytes
+        layers["model.layers.16"] = attention
+    bytes_for_blocks = 3000 * attention.page_size_bytes
     caches = get_kv_cache_configs(config, [layers], [bytes_for_blocks])[0]
     if draft_marked:
-        caches.kv_cache_groups[0].is_eagle_group = True
+        marked = next(g for g in caches.kv_cache_groups if isinstance(g.kv_cache_spec, FullAttentionSpec))
+        marked.is_eagle_group = True
     return caches
 
 
@@ -252,14 +264,127 @@ def serve(mtp: bool = True, draft_marked: bool = False, tokens: int = 40_000, bl
     engine.add("again", prompt)
     engine.run()
     return {
-        "groups": engine.groups,
-        "stored_keys": sum(engine.stored.values()),
+        "groups": sorted(engine.groups),
+        "stored": [len(engine.chunks("first", g)) for g in range(len(engine.groups))],
         "served": engine.offers[0][2],
         "full_chunks": (tokens - 1) // block * block,
+        "block": block,
     }
 
 
-SCENARIOS = {f.__name__: f for f in (serve,)}
+def partial_hit(
+    tokens: int = 40_000, shared: int = 17 * BLOCK, stray: bool = False, block: int = BLOCK
+) -> dict[str, Any]:
+    """A prompt of which the GPU pool still has the head, and only the tier has the rest.
+
+    With `stray`, the recurrent groups also hold a block without a hash below the computed part, as in the reports of
+    vllm-project/vllm#46453.
+    """
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    engine = Engine(mtp=True, block=block)
+    prompt = _prompt(tokens)
+    engine.add("first", prompt)
+    engine.run()
+    engine.forget_gpu()
+    engine.add("head", prompt[:shared] + _prompt(600, seed=2))
+    engine.run()
+    engine.offers.clear()
+    request = engine.add("again", prompt)
+    told = engine.tier.update_state_after_alloc
+    strays = {}
+
+    def with_stray(asked: Any, blocks: Any, external: int) -> None:
+        if asked is request and external and stray:
+            groups = [list(group) for group in blocks.blocks]
+            for index, group in enumerate(groups):
+                if engine.groups[index] == "MambaSpec":
+                    strays[index] = group[0] = KVCacheBlock(900_000 + index)
+            blocks = KVCacheBlocks(tuple(groups))
+        told(asked, blocks, external)
+
+    engine.tier.update_state_after_alloc = with_stray
+    metadata = engine.step()
+    [job] = metadata.load_jobs.values()
+    destination = job.dst_spec if hasattr(job, "dst_spec") else job.transfer_spec[1]
+    _, local, served = engine.offers[0]
+    engine.tier.update_state_after_alloc = told
+    engine.run()
+    return {
+        "local": local,
+        "served": served,
+        "loaded_blocks": list(map(int, destination.group_sizes)),
+        "first_loaded": list(map(int, destination.block_indices)),
+        "into_stray": sorted(set(map(int, destination.block_ids)) & {b.block_id for b in strays.values()}),
+        "attention": engine.attention,
+        "block": block,
+    }
+
+
+def abort_queued() -> dict[str, Any]:
+    """Abort a request that waits and never ran."""
+    from vllm.v1.request import RequestStatus
+
+    engine = Engine(mtp=False, block=16)
+    engine.add("busy", _prompt(400))
+    engine.add("queued", _prompt(100, seed=3))
+    engine.step()
+    engine.scheduler.finish_requests("queued", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    return {"stored": [engine.chunks("queued", g) for g in range(len(engine.groups))]}
+
+
+def abort_running() -> dict[str, Any]:
+    """Abort a request in the middle of its prefill: 8 of its 20 blocks are computed, a ninth may be allocated."""
+    from vllm.v1.request import RequestStatus
+
+    engine = Engine(mtp=True, block=16)
+    engine.add("other", _prompt(40, seed=4), outputs=40)
+    engine.add("cut", _prompt(320))
+    engine.step()
+    request = engine.scheduler.requests["cut"]
+    computed = request.num_computed_tokens
+    engine.scheduler.finish_requests("cut", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    return {"computed_chunks": computed // 16, "stored": engine.chunks("cut", engine.attention)}
+
+
+def late_key() -> dict[str, Any]:
+    """A chunk whose blocks are allocated and whose hash comes a step later."""
+    engine = Engine(mtp=False, block=16)
+    accept = engine.tier.manager.prepare_store
+    engine.tier.manager.prepare_store = lambda *_: None  # the tier is full: nothing is stored yet
+    request = engine.add("late", _prompt(40))
+    engine.step()
+    state = engine.tier._req_status["late"]
+    group = state.group_states[engine.attention]
+    missing = request.block_hashes.pop()
+    for each in state.group_states:
+        each.offload_keys.pop()
+    engine.tier.manager.prepare_store = accept
+    output = SimpleNamespace(num_scheduled_tokens={"late": 0}, finished_req_ids=set())
+    engine.tier._build_store_jobs(output)
+    engine._count_stores()
+    first = engine.chunks("late", engine.attention)
+    request.block_hashes.append(missing)
+    state.update_offload_keys()
+    engine.tier._build_store_jobs(output)
+    engine._count_stores()
+    assert len(group.block_ids) >= 2
+    return {"first": first, "then": engine.chunks("late", engine.attention)}
+
+
+def finish(extra: int, draft_marked: bool) -> dict[str, Any]:
+    """A request that ends `extra` tokens after a chunk boundary, with its answer stored too."""
+    block = 16
+    engine = Engine(mtp=draft_marked, draft_marked=draft_marked, prompt_only=False, block=block)
+    engine.add("ends", _prompt(4 * block + 8), outputs=block - 8 + extra)
+    engine.run()
+    return {"stored": engine.chunks("ends", engine.attention), "full": 5}
+
+
+SCENARIOS = {f.__name__: f for f in (serve, partial_hit, abort_queued, abort_running, late_key, finish)}
 
 
 def main() -> None:
