@@ -56,7 +56,11 @@ def upstream_tests(version: str) -> Path:
                 [archive] = Path(temporary).glob("*.tar.gz")
                 root = archive.name.removesuffix(".tar.gz")
                 with tarfile.open(archive) as tar:
-                    wanted = (f"{root}/tests/v1/kv_connector/", f"{root}/tests/v1/__init__.py", f"{root}/tests/__init__.py")
+                    wanted = (
+                        f"{root}/tests/v1/kv_connector/",
+                        f"{root}/tests/v1/__init__.py",
+                        f"{root}/tests/__init__.py",
+                    )
                     tar.extractall(temporary, [m for m in tar if m.name.startswith(wanted)], filter="data")
                 (Path(temporary) / root).rename(target)
     return target
