@@ -1,12 +1,12 @@
 """Runs inside a subprocess with an unpacked vLLM first on its path: a real scheduler with a real offload tier.
 
-Started with the folder of a tree that may hold a changed copy of vLLM's offloading scheduler. Reads one request a line on
-standard input, `{"overlay": DIR or null, "scenario": NAME, "arguments": {…}}`, and answers each with one line on standard
-output. Every request runs in a fork, so that each sees the file of its own overlay, while the slow imports are made once.
+Reads one request a line on standard input, `{"overlay": DIR or null, "scenario": NAME, "arguments": {…}}`, where DIR is
+a tree that holds a changed copy of vLLM's offloading scheduler, and answers each with one line on standard output. Every
+request runs in a fork, so that each sees the file of its own overlay, while the slow imports are made once.
 
-What is real: vLLM's `Scheduler`, KV cache manager, `OffloadingConnector`, its scheduler half and `CPUOffloadingManager`, and
-the KV cache groups that vLLM makes of the layers. What is not there: a model and a worker. Each step answers as a worker
-would that computes what was scheduled and has finished every transfer.
+What is real: vLLM's `Scheduler`, KV cache manager, `OffloadingConnector`, its scheduler half, `CPUOffloadingManager`,
+and the KV cache groups that vLLM makes of the layers. What is not there: a model and a worker. Each step answers as a
+worker would that computes what was scheduled and has finished every transfer.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,7 +180,7 @@ def _worker_metadata(done: dict[int, int]) -> Any:
 
 
 def _model(tokens: int) -> Any:
-    """What the scheduler asks of a model configuration. A real one would import a model for a minute to be told this."""
+    """What the scheduler asks of a model configuration; a real one would import a model for a minute to know it."""
     return SimpleNamespace(
         model="tiny-hybrid",
         max_model_len=tokens,
@@ -389,7 +390,7 @@ SCENARIOS = {f.__name__: f for f in (serve, partial_hit, abort_queued, abort_run
 
 def main() -> None:
     import vllm.config
-    import vllm.v1.core.sched.scheduler  # noqa: F401  (the slow imports, before any fork)
+    import vllm.v1.core.sched.scheduler
 
     assert f"{OFFLOADING}.scheduler" not in sys.modules
     print(json.dumps({"ready": True, "vllm": vllm.__version__, "from": vllm.__file__}), flush=True)
@@ -407,7 +408,7 @@ def _answer(request: dict[str, Any]) -> None:
     try:
         if request["overlay"]:
             package = importlib.import_module(OFFLOADING)
-            package.__path__.insert(0, os.path.join(request["overlay"], *OFFLOADING.split(".")))
+            package.__path__.insert(0, str(Path(request["overlay"]).joinpath(*OFFLOADING.split("."))))
         result: dict[str, Any] = {"result": SCENARIOS[request["scenario"]](**request["arguments"])}
     except BaseException as err:
         frame = traceback.extract_tb(err.__traceback__)[-1]

@@ -1,4 +1,4 @@
-"""A small vLLM of our own, written for these tests: the sites of one patch, in the shapes of 0.26 to 0.29 and of 0.30."""
+"""A small vLLM of our own, written for these tests: the sites of the patches, in the shapes of 0.27 to 0.29."""
 
 from __future__ import annotations
 

@@ -261,7 +261,8 @@ def test_adaptations_in_the_process_are_listed_and_a_broken_provider_is_one_row(
     """A provider's rows appear with their states; one that is absent is nothing, one that fails is unknown code."""
     (tmp_path / "good_provider.py").write_text(
         "def adaptations():\n"
-        "    return [dict(id='a', title='t', state='applied', detail='d'), dict(id='b', title='t', state='odd', detail='')]\n"
+        "    rows = [('a', 'applied'), ('b', 'odd')]\n"
+        "    return [dict(id=i, title='t', state=s, detail='d') for i, s in rows]\n"
     )
     (tmp_path / "bad_provider.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.syspath_prepend(str(tmp_path))

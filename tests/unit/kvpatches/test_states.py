@@ -132,7 +132,7 @@ def test_a_mark_without_its_change_is_unknown(tmp_path: Path) -> None:
 
 
 def test_a_change_by_hand_is_seen_as_applied_by_somebody_else_and_left_alone(tmp_path: Path) -> None:
-    """The fix in a release that is known not to have it was put in by hand: applied, not by this tool, never reverted."""
+    """The fix in a release that is known not to have it was put in by hand: applied, and not reverted."""
     path = site(tmp_path, _by_hand())
     before = path.read_bytes()
     row = next(r for r in kvpatches.status(tmp_path) if r.id == "vllm-52807")
@@ -190,13 +190,15 @@ def test_the_option_is_one_switch_and_off_by_default(tmp_path: Path) -> None:
 
 
 def _by_hand() -> str:
-    text = NEEDED.replace(
-        "            for i, block in enumerate(table[:count]):\n",
-        "            first = cdiv(local, size)\n            for i in range(first, count):\n                block = table[i]\n",
-    ).replace("assert local <= start * size", "assert local % size == 0")
-    lines = text.replace(
-        "            start = count\n            first = cdiv(local, size)\n",
-        "            first = cdiv(local, size)\n            start = count\n",
-    )
-    assert lines != NEEDED
-    return lines
+    old = """\
+            start = count
+            for i, block in enumerate(table[:count]):
+"""
+    new = """\
+            first = cdiv(local, size)
+            start = count
+            for i in range(first, count):
+                block = table[i]
+"""
+    assert old in NEEDED
+    return NEEDED.replace(old, new).replace("assert local <= start * size", "assert local % size == 0")
