@@ -1,7 +1,7 @@
 """Runs inside a subprocess with an unpacked vLLM first on its path: a real scheduler with a real offload tier.
 
 Reads one request a line on standard input, `{"overlay": DIR or null, "scenario": NAME, "arguments": {…}}`, where DIR is
-a tree that holds a changed copy of vLLM's offloading scheduler, and answers each with one line on standard output. Every
+a tree that holds a changed copy of vLLM's offloading scheduler, and answers each with one line on standard output. Each
 request runs in a fork, so that each sees the file of its own overlay, while the slow imports are made once.
 
 What is real: vLLM's `Scheduler`, KV cache manager, `OffloadingConnector`, its scheduler half, `CPUOffloadingManager`,
