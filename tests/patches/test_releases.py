@@ -9,9 +9,9 @@ from typing import Any
 import kvpatches
 import pytest
 import wheels
-from conftest import release
 from kvpatches.catalog import get
 from kvpatches.rewrite import rewrite
+from rooms import release
 
 AFFECTED = [release(v) for v in wheels.NEEDED]
 MENDED_AT_FINISH = [release(v) for v in wheels.NEEDED if v not in ("0.24.0", "0.25.1")]

@@ -8,6 +8,7 @@ the list of those that apply.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import os
@@ -57,6 +58,25 @@ def _block_state() -> None:
     output.KVConnectorBlockState = lambda **given: known(**{f: given.get(f) for f in fields})
 
 
+def _policy_name() -> None:
+    """0.30 renamed a member of this enumeration."""
+    from vllm.v1.kv_offload.base import OffloadPolicy
+
+    type.__setattr__(OffloadPolicy, "CHUNK_LEVEL", OffloadPolicy.BLOCK_LEVEL)
+
+
+def _local_model() -> None:
+    """The tests ask for a small model's configuration from the network; `MODEL` has the same one."""
+    utils = importlib.import_module("tests.v1.kv_connector.unit.utils")
+    named = utils.create_vllm_config.__defaults__
+    utils.create_vllm_config.__defaults__ = tuple(
+        os.environ["MODEL"] if default == "facebook/opt-125m" else default for default in named
+    )
+    utils.ModelConfig = functools.partial(utils.ModelConfig, skip_tokenizer_init=True)
+
+
 _overlay()
 _missing_names()
 _block_state()
+_policy_name()
+_local_model()

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import kvpatches
 import pytest
-from fixtures import site
 from kvpatches import State
+from small_vllm import site
 
 ROOT = Path(kvpatches.__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}

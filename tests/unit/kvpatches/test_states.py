@@ -6,8 +6,8 @@ from pathlib import Path
 
 import kvpatches
 import pytest
-from fixtures import NEEDED, site
 from kvpatches import State
+from small_vllm import NEEDED, site
 
 
 def states(folder: Path) -> dict[str, State]:
