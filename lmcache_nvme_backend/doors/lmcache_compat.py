@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -206,15 +207,17 @@ class Adaptation(msgspec.Struct, frozen=True):
         return owner, name, getattr(owner, name)
 
     def state(self) -> str:
-        """``applied``, ``needed`` or ``unknown code``."""
+        """``applied``, ``needed``, ``unknown-code`` or ``not-installed``."""
         try:
             _, _, function = self.locate()
+        except ModuleNotFoundError as e:
+            return "not-installed" if e.name in ("lmcache", "vllm") else "unknown-code"
         except (ImportError, AttributeError):
-            return "unknown code"
+            return "unknown-code"
         if getattr(function, "_kvtier", None) == self.id:
             return "applied"
         found = tuple(inspect.signature(function).parameters)
-        return "needed" if found[: len(self.parameters)] == self.parameters else "unknown code"
+        return "needed" if found[: len(self.parameters)] == self.parameters else "unknown-code"
 
     def apply(self) -> None:
         """Wrap the function; nothing where it is wrapped already.
@@ -223,7 +226,7 @@ class Adaptation(msgspec.Struct, frozen=True):
             ConfigError: LMCache's function is not the one this adaptation was written for.
         """
         state = self.state()
-        if state == "unknown code":
+        if state not in ("applied", "needed"):
             raise ConfigError(
                 "lmcache", f"version {lmcache_version()}, whose {self.module}.{self.attribute} is not known here",
                 f"versions {SUPPORTED}", f"Install one of them (adaptation {self.id}: {self.title}).",
@@ -319,6 +322,11 @@ def lmcache_version() -> str:
 
 
 def adaptations() -> list[dict[str, str]]:
-    """What this stack carries for LMCache, for ``kvtier patch status``: id, title, state, detail."""
-    detail = f"LMCache {lmcache_version()}; in the process, no file is changed"
+    """What this stack carries for LMCache, for ``kvtier patch status``: id, title, state, detail.
+
+    ``needed`` is right for an installed LMCache: each engine applies them to itself when it starts.
+    """
+    if "lmcache" not in sys.modules:
+        os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # importing it would print some twenty lines
+    detail = f"LMCache {lmcache_version()}; applied in the engine's process when it starts, no file is changed"
     return [{"id": a.id, "title": a.title, "state": a.state(), "detail": detail} for a in ADAPTATIONS]

@@ -4,9 +4,9 @@ Nothing but the standard library, so that a container's start script can run `py
 interpreter. Patches are the folders of `catalog_dir()`.
 """
 
-from kvpatches.adaptations import Adaptation, adaptations
 from kvpatches.catalog import Patch, catalog, catalog_dir, get
 from kvpatches.errors import ConfigError, Exit, NotInstalled, UnknownCode
+from kvpatches.in_process import Adaptation, adaptations
 from kvpatches.judge import State
 from kvpatches.tool import Outcome, PatchStatus, apply, diff, revert, status
 

@@ -15,6 +15,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from kvpatches.errors import BadPatch
 
@@ -35,8 +36,9 @@ class Match:
     bindings: Bindings
 
 
+@cache
 def parse_pattern(code: str) -> list[ast.stmt]:
-    """The statements of a pattern. Raises BadPatch where it is not Python."""
+    """The statements of a pattern, not to be changed. Raises BadPatch where it is not Python."""
     plain = _HOLE.sub(lambda m: (_MANY if m[1] == "$$" else _ONE) + m[2], "\n".join(dedented(code)))
     try:
         return ast.parse(plain).body

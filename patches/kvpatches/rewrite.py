@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
-from kvpatches.catalog import Kind, Patch
+from kvpatches.catalog import Kind, Patch, get
 from kvpatches.errors import UnknownCode
 from kvpatches.judge import Site, State, Verdict, judge, marker
 from kvpatches.pattern import dedented, fill
@@ -28,13 +29,19 @@ def rewrite(data: bytes, steps: Iterable[tuple[Patch, str | None]]) -> bytes:
     not recognise the code, or where the outcome would not be what it has to be; nothing is returned then.
     """
     for patch, option in steps:
-        source = read(data, patch.file)
-        verdict = judge(patch, source, option)
-        if verdict.state is State.UNKNOWN_CODE:
-            raise unknown(patch, verdict)
-        if verdict.state is State.NEEDED:
-            data = _edited(patch, source, option, verdict)
+        data = _step(data, patch.id, option)
     return data
+
+
+@lru_cache(maxsize=32)
+def _step(data: bytes, patch_id: str, option: str | None) -> bytes:
+    """One step. Cached, since checking first, doing it and recording it ask for the same step of the same bytes."""
+    patch = get(patch_id)
+    source = read(data, patch.file)
+    verdict = judge(patch, source, option)
+    if verdict.state is State.UNKNOWN_CODE:
+        raise unknown(patch, verdict)
+    return _edited(patch, source, option, verdict) if verdict.state is State.NEEDED else data
 
 
 def unknown(patch: Patch, verdict: Verdict) -> UnknownCode:
