@@ -31,8 +31,10 @@ def make_run_directory() -> Path:
         return existing
     _sweep()
     path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    # Locked under another name first: a sweep takes a directory by its "lock", which is there only when it is held.
+    lock = os.open(path / "locking", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    (path / "locking").rename(path / "lock")
     _held.append(lock)
     os.environ[VARIABLE] = str(path)
     atexit.register(_remove, path, os.getpid())

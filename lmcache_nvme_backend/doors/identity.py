@@ -78,10 +78,19 @@ def _vllm_facts(vllm_config: Any) -> dict[str, Fact]:
             getattr(parallel, "decode_context_parallel_size", 1),
             getattr(parallel, "prefill_context_parallel_size", 1),
         ],
+        "layers": _layer_range(model, parallel),
         "draft_model": _draft_identity(vllm_config),
         **_layout_facts(vllm_config),
     }
     return facts
+
+
+def _layer_range(model: Any, parallel: Any) -> list[Any] | None:
+    """Which of the model's layers this pipeline stage has: two partitions can give a rank as many, but others."""
+    try:
+        return list(model.get_layers_start_end_indices(parallel))
+    except AttributeError:
+        return None
 
 
 def _draft_identity(vllm_config: Any) -> str | None:
@@ -101,12 +110,22 @@ def _draft_identity(vllm_config: Any) -> str | None:
 def _layout_facts(vllm_config: Any) -> dict[str, Fact]:
     """How a chunk's bytes are arranged.
 
-    On an accelerator LMCache's kernels write ``KV_2LTD`` (or MLA's form) whatever the paging is. On a CPU the blocks
-    are copied as they are, so vLLM's release, block size and packing are part of the bytes.
+    On an accelerator LMCache's kernels write ``KV_2LTD`` (or MLA's form) whatever the paging is. How well they know the
+    paging depends on the release, so release and layout are facts. On a CPU the blocks are copied as they are, so
+    vLLM's release, block size and packing are part of the bytes.
     """
-    device = str(vllm_config.device_config.device_type)
+    device, cache = str(vllm_config.device_config.device_type), vllm_config.cache_config
     if device != "cpu":
-        return {"layout": "lmcache", "device": device}
+        from lmcache_nvme_backend.doors.lmcache_compat import lmcache_version
+
+        layout = getattr(cache, "get_resolved_kv_cache_layout", None)
+        return {
+            "layout": "lmcache",
+            "device": device,
+            "lmcache": lmcache_version(),
+            "kv_layout": str(getattr(layout(), "name", "")) if layout is not None else None,
+            "block_tokens": cache.block_size,
+        }
     import vllm
 
     from lmcache_nvme_backend.doors.cpu_connector import block_packing
@@ -114,7 +133,7 @@ def _layout_facts(vllm_config: Any) -> dict[str, Fact]:
     return {
         "layout": "vllm-cpu-blocks",
         "device": device,
-        "block_tokens": vllm_config.cache_config.block_size,
+        "block_tokens": cache.block_size,
         "packing": block_packing(vllm_config),
         "vllm": str(vllm.__version__),
     }

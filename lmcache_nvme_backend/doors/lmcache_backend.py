@@ -152,7 +152,7 @@ class NvmeBackend(AllocatorBackendInterface):
                 "nvme.staging_mib", f"{self.settings.staging_mib} MiB with chunks of {chunk_bytes / 2**20:.1f} MiB",
                 "at least two chunks", f"Set it to {-(-2 * ring.slot_bytes // 2**20)} or more.",
             )  # fmt: skip
-        if self.dst_device != "cpu" and not memory.pinned:
+        if self.dst_device != "cpu" and not ring.pinned:
             raise ConfigError(
                 "nvme.staging_mib", f"{self.settings.staging_mib} MiB that {self.dst_device} cannot pin",
                 "host memory that can be registered with the device",
@@ -243,9 +243,28 @@ class NvmeBackend(AllocatorBackendInterface):
         with self.saver.waiting() as timeout_s:
             yield timeout_s
 
-    def start_step(self) -> None:
-        """A new engine step: its stores may wait ``nvme.store_wait_ms`` in all."""
+    @property
+    def load_has_failed(self) -> bool:
+        """Whether a load failed since the last step was saved."""
+        return self.saver.step_failed
+
+    def load_failed(self, request_id: str | None, hit_tokens: int) -> None:
+        """A retrieve of this step got less than the ``hit_tokens`` that were to be had of the prompt."""
+        self.saver.load_failed(request_id, hit_tokens // self._chunk_tokens)
+
+    @contextmanager
+    def saving_step(self, failed_elsewhere: Sequence[tuple[str, int]] = ()) -> Iterator[None]:
+        """Around the stores of one engine step, which may wait ``nvme.store_wait_ms`` in all.
+
+        ``failed_elsewhere``: requests, and the tokens of their hits, that loaded in a step in which some rank failed.
+        """
+        for request_id, hit_tokens in failed_elsewhere:
+            self.load_failed(request_id, hit_tokens)
         self.saver.start_step()
+        try:
+            yield
+        finally:
+            self.saver.end_step()
 
     # -- lookup -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import wrapt
 
-from lmcache_nvme_backend.doors import requests, scope, start
+from lmcache_nvme_backend.doors import requests, scope, start, steps
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import names_this_backend
 
@@ -95,6 +95,9 @@ def _cut_retrieve(original: Function) -> Function:
             if failed is not None:
                 # Loading had begun when the chunk turned out bad: vLLM computes from there on.
                 retrieved[failed * self.metadata.chunk_size :] = False
+            wanted = int(mask.sum()) if mask is not None else len(tokens)
+            if int(retrieved.sum()) < wanted:
+                backend.load_failed(kw.get("req_id"), len(tokens))
         return retrieved
 
     return retrieve
@@ -123,11 +126,19 @@ def _marked_request(original: Function) -> Function:
 def _stepped_save(original: Function) -> Function:
     @functools.wraps(original)
     def wait_for_save(self: Any) -> Any:
+        if not _ours(self.config):
+            return original(self)
         engine = self.lmcache_engine
         backend = find_backend(engine.storage_manager) if engine is not None else None
-        if backend is not None:
-            backend.start_step()
-        return original(self)
+        loading = steps.loading_requests(self._parent._get_connector_metadata())
+        # Every rank takes part, also one that has no tier: it computes with what it could not load.
+        failed = bool(loading) and steps.failed_on_any_rank(
+            backend is None or backend.load_has_failed, self._vllm_config
+        )
+        if backend is None:
+            return original(self)
+        with backend.saving_step([(r.req_id, r.load_spec.lmcache_cached_tokens) for r in loading] if failed else []):
+            return original(self)
 
     return wait_for_save
 
@@ -281,7 +292,7 @@ ADAPTATIONS = (
         _marked_request,
     ),
     Adaptation(
-        "lmcache-step", "the bound on store waits is a step's",
+        "lmcache-step", "a step in which a load failed is not stored; the bound on store waits is a step's",
         _ADAPTER, "LMCacheConnectorV1Impl.wait_for_save", ("self",), _stepped_save,
     ),
 )  # fmt: skip

@@ -67,7 +67,7 @@ class ChunkLoader:
         self.failed = Counts()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)
 
     def sizeof(self, tokens: int) -> int:
         return size_of(self._metadata.get_shapes(tokens), self._metadata.get_dtypes())
@@ -176,7 +176,7 @@ class ChunkLoader:
     def collect(self, loads: list[Future[Any | None]]) -> list[Any]:
         """Wait for loads and keep those before the first that failed."""
         wait(loads)
-        objs = [load.result() for load in loads]
+        objs = [load.result() if load.exception() is None else None for load in loads]
         good = next((i for i, obj in enumerate(objs) if obj is None), len(objs))
         for obj in objs[good:]:
             if obj is not None:

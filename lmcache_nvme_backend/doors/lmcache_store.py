@@ -70,15 +70,25 @@ class ChunkSaver:
         self.dropped = Counts()
         self.waited_s = 0.0  # since the start
         self._waited_in_step_s = 0.0
+        self.step_failed = False
         self._idle = threading.Condition()
         self._in_flight: set[ChunkKey] = set()
         self._closed = False
 
     # -- bounds -------------------------------------------------------------------------------------------------------
 
+    def load_failed(self, request_id: str | None, first: int) -> None:
+        """What is computed of that request from chunk ``first`` on, the end of its hit, rests on memory that was not
+        loaded: in this step, and in one that the scheduler may have sent off before it knew."""
+        self.step_failed = True
+        self.book.request(request_id).refuse(first)
+
     def start_step(self) -> None:
         """A new engine step: its stores may wait ``nvme.store_wait_ms`` in all."""
         self._waited_in_step_s = 0.0
+
+    def end_step(self) -> None:
+        self.step_failed = False
 
     @contextmanager
     def waiting(self) -> Iterator[float]:
@@ -108,8 +118,15 @@ class ChunkSaver:
 
     @contextmanager
     def storing(self, request_id: str | None, first: int, last: int, streams: bool) -> Iterator[bool]:
-        """Around one store of chunks ``first`` to ``last``. Yields False where the prefix has lost a chunk before."""
+        """Around one store of chunks ``first`` to ``last``. Yields False where the prefix has lost a chunk before, or
+        where this step computed with memory that was not loaded."""
         call = StoreCall(self.book.request(request_id), first, last, streams and self._allocator is not None)
+        if self.step_failed:
+            call.request.refuse(first)
+            self.dropped.add("failed load", last - first)
+            yield False
+            return
+        call.request.offered_from(first)
         if not call.request.admits(first):
             self.dropped.add("prefix lost", last - first)
             yield False
@@ -147,10 +164,10 @@ class ChunkSaver:
         """The connector asks for ``target``'s memory, so it has finished with the object before it."""
         assert self._allocator is not None
         ring = self._allocator.ring
+        if target.handed:  # the writer owns the slot: nobody may look at it, or write to it, any more
+            return ring.discard
         if target.slot is not None:
             return target.slot
-        if target.handed:
-            return ring.discard
         if call.filling is not None and call.filling is not target:
             self._hand_over(call.filling)
         call.filling = target

@@ -16,6 +16,10 @@ _LMCACHE = {
         "prefill-decode disaggregation brings its own allocator, and chunks would bypass the NVMe tier",
         "Use LMCache's PD backend without this plugin, or this plugin on a non-disaggregated engine.",
     ),
+    "enable_scheduler_bypass_lookup": (
+        "the scheduler would open a second backend of its own, in another namespace, and find nothing",
+        "Remove enable_scheduler_bypass_lookup: lookups go to the workers.",
+    ),
     "enable_blending": (
         "blending recomputes parts of a chunk in place, so what is stored would not be what the key promises",
         "Remove enable_blending.",
@@ -40,6 +44,14 @@ def check_lmcache(get: Callable[[str], Any]) -> None:
         )  # fmt: skip
 
 
+def _short_image_hashes() -> bool:
+    try:
+        from lmcache.integration.vllm import utils
+    except ImportError:
+        return False
+    return hasattr(utils, "hex_hash_to_int16")
+
+
 def check_vllm(vllm_config: Any) -> None:
     """Refuse vLLM settings under which KV would be wrong or requests would die.
 
@@ -53,6 +65,21 @@ def check_vllm(vllm_config: Any) -> None:
             "kv_load_failure_policy", repr(policy), "recompute",
             'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config: a chunk that cannot be read is then '
             "computed again; with vLLM's default the request dies.",
+        )  # fmt: skip
+    if (getattr(transfer, "kv_connector_extra_config", None) or {}).get("use_native"):
+        raise ConfigError(
+            "use_native", "true in kv_connector_extra_config", "false with lmcache_nvme_backend",
+            "vLLM's own copy of LMCache's adapter does not pass on what keeps LoRA adapters and cache_salts apart.",
+        )  # fmt: skip
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise ConfigError(
+            "weight_transfer_config", "a configuration", "none with lmcache_nvme_backend",
+            "Weights that change while the engine runs would be served the KV of the old ones.",
+        )  # fmt: skip
+    if getattr(vllm_config.model_config, "is_multimodal_model", False) and _short_image_hashes():
+        raise ConfigError(
+            "lmcache", "a release that keeps 16 bits of an image's identity in its keys, with a multimodal model",
+            "0.5.5 or later for multimodal models", "Upgrade LMCache: two images could be taken for one.",
         )  # fmt: skip
     if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
         raise ConfigError(

@@ -32,6 +32,11 @@ class StoreRequest:
         if self.refused_from is None or depth < self.refused_from:
             self.refused_from = depth
 
+    def offered_from(self, depth: int) -> None:
+        """A store begins at chunk ``depth``: where that is before the loss, the prefix is being made good."""
+        if self.refused_from is not None and depth < self.refused_from:
+            self.refused_from = None
+
     def admits(self, depth: int) -> bool:
         return self.refused_from is None or depth < self.refused_from
 

@@ -54,8 +54,8 @@ def stop_loop() -> None:
 
 
 def exit_at_last() -> None:
-    """In a child process: be gone within ``LAST_RESORT_S``, whatever threads are left."""
-    if multiprocessing.parent_process() is None:
+    """In vLLM's own child processes: be gone within ``LAST_RESORT_S``, whatever threads are left."""
+    if not multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker", "Worker")):
         return
 
     def exit_now() -> None:

@@ -71,7 +71,15 @@ def configured() -> dict[str, Any] | None:
     return config if names_this_backend(extra if isinstance(extra, dict) else {}, plugins) else None
 
 
-_CHECKED = ("use_layerwise", "enable_pd", "enable_blending", "local_cpu", "max_local_cpu_size", "local_disk")
+_CHECKED = (
+    "use_layerwise",
+    "enable_pd",
+    "enable_blending",
+    "enable_scheduler_bypass_lookup",
+    "local_cpu",
+    "max_local_cpu_size",
+    "local_disk",
+)
 
 
 def _from_file() -> dict[str, Any]:

@@ -87,9 +87,11 @@ class ReadStream:
             reading = chunk.reading
         ok = reading is not None and _succeeded(reading)
         with self._lock:
-            if not ok:
+            slot = chunk.slot if ok else None
+            if slot is None:  # it could not be read, or was given back while we waited
                 self._fail(i)
-            return chunk.slot if ok and chunk.slot is not None else self._ring.discard
+                return self._ring.discard
+            return slot
 
     def release(self, i: int) -> None:
         """The consumer's last reference to chunk ``i`` is gone, and the device has finished with it."""

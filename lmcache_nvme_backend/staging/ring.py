@@ -21,6 +21,8 @@ from typing import Protocol
 from lmcache_nvme_backend.staging.memory import StagingMemory
 
 PAGE = 4096
+# A lender whose reads are still running has nothing to give back yet: who waits asks again this often.
+ASK_AGAIN_S = 0.005
 
 
 class Slot:
@@ -78,10 +80,17 @@ class StagingRing:
         with self._changed:
             if chunk_bytes <= self.slot_bytes:
                 return True
-            if len(self._free) < self.slots or self.memory.nbytes // (-(-chunk_bytes // PAGE) * PAGE) < 2:
+            whole = self.memory.nbytes // (-(-chunk_bytes // PAGE) * PAGE)
+            # Two slots need a discard slot beside them, which would have to be pinned while the engine runs.
+            if len(self._free) < self.slots or whole < 2 or (whole < 3 and self.memory.pinned):
                 return False
             self._divide(chunk_bytes)
             return True
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the device knows all of the ring's memory."""
+        return self.memory.pinned and (self._spare is None or self._spare.pinned)
 
     def _view(self, index: int) -> memoryview:
         return self.memory.view[index * self.slot_bytes : (index + 1) * self.slot_bytes]
@@ -105,23 +114,27 @@ class StagingRing:
 
         With ``reclaim``, slots that others hold ahead of need are taken back first.
         """
-        if reclaim and not self._free:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if reclaim and not self._free:
+                self._reclaim()
             with self._changed:
-                lenders = list(self._lenders)
-            for lender in lenders:
-                if lender.give_back():
-                    break
+                if self._closed:
+                    return None
+                if self._free:
+                    index = self._free.pop()
+                    return Slot(index * self.slot_bytes, self._view(index))
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._changed.wait(min(left, ASK_AGAIN_S) if reclaim else left)
+
+    def _reclaim(self) -> None:
         with self._changed:
-            if not self._free and timeout_s > 0:
-                deadline = time.monotonic() + timeout_s
-                while not self._free and not self._closed:
-                    left = deadline - time.monotonic()
-                    if left <= 0 or not self._changed.wait(left):
-                        break
-            if not self._free or self._closed:
-                return None
-            index = self._free.pop()
-        return Slot(index * self.slot_bytes, self._view(index))
+            lenders = list(self._lenders)
+        for lender in lenders:
+            if lender.give_back():
+                return
 
     def release(self, slot: Slot) -> None:
         with self._changed:

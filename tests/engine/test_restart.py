@@ -103,6 +103,32 @@ def test_a_chunk_damaged_between_lookup_and_load_is_recomputed(life, damage):
     assert answer.text == right.text and tokens >= 5 * CHUNK
 
 
+def test_what_was_computed_on_a_failed_load_is_never_served(life):
+    """A cached prefix with a damaged chunk, and a long new part behind it that the failing step computes on nothing.
+
+    A salted request, which shares with nobody, says what the right answer is.
+    """
+    engine, prefix = life["second"], text(400, seed=40)
+    before = set(engine.chunks())
+    engine.ask(prefix)
+    engine.wait_stored()
+    fresh = [path for path in engine.chunks() if path not in before]
+    prompt = prefix + " " + text(200, seed=41)
+    right = engine.ask(prompt, cache_salt="reference")
+    assert right.prompt_tokens // CHUNK >= len(fresh) + 2
+    engine.forget()
+    DAMAGE["flipped"](fresh[1])
+    failed = engine.metric("kvtier_chunks_load_failed_total")
+    assert engine.ask(prompt).text == right.text
+    assert engine.metric("kvtier_chunks_load_failed_total") == failed + 1
+    engine.wait_stored()
+    for _ in range(2):
+        engine.forget()
+        answer, _ = engine.from_tier(prompt)
+        assert answer.text == right.text
+        engine.wait_stored()
+
+
 def test_salts_do_not_share(life):
     """cache_salt isolates tenants in vLLM's pool; the tier keeps them apart as well."""
     engine, prompt = life["second"], text(500, seed=20)

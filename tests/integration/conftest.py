@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,22 @@ class Lmcache:
         self.backend: Any = lmcache_compat.find_backend(self.engine.storage_manager)
 
     def store(
-        self, tokens: list[int], kv: PagedKv, table: int = 0, skip: int = 0, request: str = "r", **kw: Any
+        self,
+        tokens: list[int],
+        kv: PagedKv,
+        table: int = 0,
+        skip: int = 0,
+        request: str = "r",
+        step: bool = True,
+        **kw: Any,
     ) -> None:
+        """One request's stores, in an engine step of their own unless ``step`` is False."""
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[:skip] = False
+        with self.backend.saving_step() if step else nullcontext():
+            self._store(tokens, mask, kv, table, skip, request, kw)
+
+    def _store(self, tokens: Any, mask: Any, kv: PagedKv, table: int, skip: int, request: str, kw: Any) -> None:
         self.engine.store(
             tokens, mask=mask, kvcaches=kv.layers, slot_mapping=kv.slots(table), offset=skip, req_id=request, **kw
         )
@@ -123,6 +136,11 @@ class Lmcache:
         )
         self.engine.lookup_unpin(request)
         return int(loaded.sum())
+
+    def end_step(self) -> None:
+        """A step that stores nothing."""
+        with self.backend.saving_step():
+            pass
 
     def settle(self) -> None:
         """Wait for the writes behind to finish."""

@@ -40,6 +40,7 @@ def test_the_mask_is_cut_at_the_damaged_chunk(lmcache, damage):
     assert one.retrieve(tokens, kv) == 3 * CHUNK
     assert all(torch.equal(a, b) for a, b in zip(kv.content(0, 3 * CHUNK), kv.content(1, 3 * CHUNK), strict=True))
     assert one.backend.loader.failed.total() == 1
+    one.end_step()
     assert one.lookup(tokens, request="again") == 3 * CHUNK
     one.store(tokens, kv, skip=3 * CHUNK, request="again")
     one.settle()
@@ -91,3 +92,48 @@ def test_partial_chunks_come_back_with_their_own_length(lmcache):
     assert one.lookup(tokens) == len(tokens)
     assert one.retrieve(tokens, kv) == len(tokens)
     assert all(torch.equal(a, b) for a, b in zip(kv.content(0), kv.content(1), strict=True))
+
+
+def test_what_a_failed_step_computes_is_never_stored(lmcache):
+    """vLLM's forward pass has used the blocks that were not loaded: what it computes behind them is worthless.
+
+    Nobody's chunks of that step are stored, nor what the next step adds to the failed request; once the request is
+    offered again from before the failure, with the right bytes, all of it is.
+    """
+    one = lmcache()
+    tokens = prompt(8 * CHUNK)
+    right, wrong = PagedKv(len(tokens)), PagedKv(len(tokens), seed=66)
+    one.store(tokens[: 4 * CHUNK], right, request="before")
+    one.settle()
+    hit = tokens[: 4 * CHUNK]
+    assert one.lookup(hit, request="a") == 4 * CHUNK
+    flip(files(one)[1])
+    # The failing step: the load, then the forward pass that fills chunks 4 and 5 with nonsense, beside another request.
+    assert one.retrieve(hit, PagedKv(len(hit)), request="a") == CHUNK
+    with one.backend.saving_step():
+        one.store(tokens[: 6 * CHUNK], wrong, skip=4 * CHUNK, request="a", step=False)
+        one.store(prompt(2 * CHUNK, seed=5), wrong, request="beside", step=False)
+    # One that the scheduler had sent off before it knew.
+    one.store(tokens[: 7 * CHUNK], wrong, skip=6 * CHUNK, request="a")
+    one.settle()
+    assert one.backend.store.usage().namespace_chunks == 3
+    # Rolled back and computed again.
+    one.store(tokens, right, skip=CHUNK, request="a")
+    one.settle()
+    assert one.lookup(tokens, request="b") == 8 * CHUNK
+    assert one.retrieve(tokens, right, request="b") == 8 * CHUNK
+    assert all(torch.equal(a, b) for a, b in zip(right.content(0), right.content(1), strict=True))
+
+
+def test_a_load_that_failed_on_another_rank_stops_this_ones_stores_too(lmcache):
+    """Its layers have computed with the other rank's results."""
+    one = lmcache()
+    tokens = prompt(6 * CHUNK)
+    wrong = PagedKv(len(tokens), seed=66)
+    with one.backend.saving_step([("a", 4 * CHUNK)]):
+        one.store(tokens, wrong, skip=4 * CHUNK, request="a", step=False)
+    one.settle()
+    assert one.backend.store.usage().namespace_chunks == 0
+    one.store(tokens, PagedKv(len(tokens)), request="b")
+    one.settle()
+    assert one.backend.store.usage().namespace_chunks == 6

@@ -97,7 +97,6 @@ def test_a_full_ring_is_waited_for_within_the_bound(lmcache, disk):
     one.store(first, PagedKv(len(first)), request="a")
     assert one.backend._allocator.ring.free == 0
     threading.Timer(0.3, disk.set).start()
-    one.backend.start_step()
     second = prompt(2 * CHUNK, seed=3)
     one.store(second, PagedKv(len(second)), request="b")
     one.settle()
@@ -110,9 +109,9 @@ def test_the_bound_is_a_steps_not_a_chunks(lmcache, disk):
     one = lmcache(staging_mib=1, store_wait_ms=100)
     first = prompt(one.backend._slots * CHUNK)
     one.store(first, PagedKv(len(first)), request="a")
-    one.backend.start_step()
-    for i in range(20):
-        one.store(prompt(CHUNK, seed=10 + i), PagedKv(CHUNK), request=f"b{i}")
+    with one.backend.saving_step():
+        for i in range(20):
+            one.store(prompt(CHUNK, seed=10 + i), PagedKv(CHUNK), request=f"b{i}", step=False)
     waited = one.backend.saver._waited_in_step_s
     disk.set()
     one.settle()
@@ -172,6 +171,7 @@ def test_a_connector_that_raises_in_mid_store_leaks_no_slot(lmcache, monkeypatch
     import gc
 
     gc.collect()
+    one.settle()  # the chunk before had been handed over already
     assert one.backend._allocator.ring.free == one.backend._allocator.ring.slots
 
 

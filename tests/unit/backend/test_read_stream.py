@@ -187,3 +187,18 @@ def test_two_streams_consumed_at_once_never_wait_for_each_other(ring, pool):
         thread.join(60)
     assert done == [True, True]
     assert ring.free == 4
+
+
+def test_read_ahead_that_ends_while_another_waits_is_taken_back(ring, pool):
+    """A lender whose reads are still running has nothing to give yet: who waits asks again."""
+    gate = threading.Event()
+    waiting = ReadStream(ring, pool, [filling(100 + i, gate=gate) for i in range(4)], ahead=3)
+    assert ring.free == 0
+    threading.Timer(0.2, gate.set).start()
+    running = ReadStream(ring, pool, [filling(1)], ahead=1)
+    assert value_of(running.take(0)) == 1
+    assert running.failed is None
+    running.close()
+    waiting.close()
+    pool.shutdown(wait=True)
+    assert ring.free == 4

@@ -20,6 +20,17 @@ def test_a_prefix_that_lost_a_chunk_admits_only_what_comes_before():
     assert not request.admits(7)
 
 
+def test_a_prefix_that_is_offered_again_from_before_the_loss_is_made_good():
+    """After a roll-back vLLM computes the lost chunks again; a later part alone changes nothing."""
+    request = StoreRequest()
+    request.refuse(7)
+    request.offered_from(7)
+    request.offered_from(9)
+    assert not request.admits(8)
+    request.offered_from(5)
+    assert request.admits(8)
+
+
 def test_a_request_keeps_its_state_over_steps():
     """Later steps of one request see the loss of an earlier one; other requests do not."""
     book = RequestBook()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lmcache_nvme_backend.doors.scope import BASE, TAG_FIELD, mark_request, scope_of
+from lmcache_nvme_backend.doors.scope import BASE, TAG_FIELD, _Adapters, mark_request, scope_of
 
 
 def request(salt=None, lora=None, extra_args=None):
@@ -43,13 +43,32 @@ def test_adapters_are_apart_and_from_salts_too(tmp_path):
     assert len(marks) == 6
 
 
-def test_a_retrained_adapter_at_the_same_path_is_another(tmp_path):
-    """The adapter's weights are its identity."""
+def test_an_adapter_is_what_the_engine_loaded_not_what_lies_there_later(tmp_path):
+    """vLLM reads the files once. Retrained under a running engine: never found again, by the old or the new weights."""
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(b"\1" * 1000)
-    before = scope_of(adapter(tmp_path), None)
+    loaded = scope_of(adapter(tmp_path), None)
+    assert scope_of(adapter(tmp_path), None) == loaded == scope_of(adapter(tmp_path, name="other name"), None)
     weights.write_bytes(b"\2" * 1000)
-    assert scope_of(adapter(tmp_path), None) != before
+    confused = scope_of(adapter(tmp_path), None)
+    assert confused != loaded
+    fresh_process = _Adapters().identity(adapter(tmp_path))
+    assert f"lora:{fresh_process}" not in (loaded, confused)
+
+
+def test_an_adapter_that_cannot_be_read_is_known_to_this_process_alone(tmp_path):
+    """A name that leads nowhere may mean other weights tomorrow."""
+    nowhere = adapter("org/no-such-adapter")
+    assert scope_of(nowhere, None) == scope_of(nowhere, None)
+    assert _Adapters().identity(nowhere) != _Adapters().identity(nowhere)
+
+
+def test_home_directories_are_found(tmp_path, monkeypatch):
+    """vLLM expands `~`, so the adapter behind it has weights to be known by."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/adapter_model.safetensors").write_bytes(b"\1" * 1000)
+    assert _Adapters().identity(adapter("~/a")) == _Adapters().identity(adapter(tmp_path / "a"))
 
 
 def test_a_client_cannot_choose_its_mark():
