@@ -4,7 +4,7 @@ Two engines, one after the other, on the same session: answers stored, and not. 
 turn, so that each turn is served from the tier as after an eviction or a restart. Prints a table; `--json FILE`
 writes its rows. The answers are cut to `--answer-tokens`: what matters is how they compare to a chunk of 256 tokens.
 
-    python benchmarks/decode_cache.py --answer-tokens 200 --turns 6
+    python benchmarks/decode_cache.py --answer-tokens 400 --turns 6
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ def tokens(engine: Engine) -> dict[str, float]:
     return {source: metrics.value("vllm:prompt_tokens_by_source_total", source=source) for source in SOURCES}
 
 
-def run_session(saved: bool, turns: int, answer_tokens: int, user_words: int) -> dict[str, float | str]:
+def answer_to(engine: Engine, history: list[int], length: int) -> list[int]:
+    """The answer as token ids: text would be cut into other tokens when it comes back as a prompt."""
+    body = {"model": engine.spec.served_name, "prompt": history, "max_tokens": length, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    response = httpx.post(f"{engine.url}/v1/completions", json=body, timeout=600).raise_for_status()
+    return list(response.json()["choices"][0]["token_ids"])
+
+
+def run_session(saved: bool, turns: int, answer_tokens: int, user_tokens: int) -> dict[str, float | str]:
     """One engine, one session; the sums over its turns."""
     with tempfile.TemporaryDirectory(prefix="decode-cache-", dir=Path.home()) as folder:
         config = yaml.safe_load(example("lmcache-nvme.yaml").read_text())
@@ -47,13 +55,13 @@ def run_session(saved: bool, turns: int, answer_tokens: int, user_words: int) ->
             env={"VLLM_SERVER_DEV_MODE": "1"},
         )
         with Engine(spec) as engine:
-            history, prompt_tokens = "", 0
+            history: list[int] = []
+            prompt_tokens = 0
             for turn in range(turns):
                 httpx.post(f"{engine.url}/reset_prefix_cache", timeout=30).raise_for_status()
-                history += " ".join(f"turn{turn}word{i}" for i in range(user_words))
-                answer = engine.complete(history, answer_tokens, ignore_eos=True)
-                history += answer.text
-                prompt_tokens += answer.prompt_tokens
+                history += [20 + (7919 * turn + 31 * i) % 220 for i in range(user_tokens)]
+                prompt_tokens += len(history)
+                history += answer_to(engine, history, answer_tokens)
                 engine.settled_io()
             found = tokens(engine)
             written = engine.metrics().value("kvtier_bytes_written_total")
@@ -68,12 +76,14 @@ def run_session(saved: bool, turns: int, answer_tokens: int, user_words: int) ->
 
 def main(
     turns: Annotated[int, typer.Option(min=2)] = 6,
-    answer_tokens: Annotated[int, typer.Option(min=1)] = 200,
-    user_words: Annotated[int, typer.Option(min=1)] = 60,
+    answer_tokens: Annotated[int, typer.Option(min=1)] = 400,
+    user_tokens: Annotated[int, typer.Option(min=1)] = 600,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
-    rows = [run_session(saved, turns, answer_tokens, user_words) for saved in (False, True)]
-    title = f"{turns} turns, answers of {answer_tokens} tokens, every turn after an empty pool"
+    rows = [run_session(saved, turns, answer_tokens, user_tokens) for saved in (False, True)]
+    title = (
+        f"{turns} turns, {user_tokens} new tokens and an answer of {answer_tokens} each, every turn after an empty pool"
+    )
     table = Table(title=title)
     for column in ("answers", "prompt tokens", "computed", "from the tier", "written MiB"):
         table.add_column(column, justify="left" if column == "answers" else "right")
