@@ -1,0 +1,18 @@
+"""For every test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def environment_of_one_test() -> Iterator[None]:
+    """LMCache in this process sets variables (PROMETHEUS_MULTIPROC_DIR) that an engine started later would inherit."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
