@@ -140,7 +140,7 @@ def test_every_endpoint_carries_the_tenant(four: Four, path: str, body: dict[str
 
 def test_tags_weight_zero_and_lora(four: Four) -> None:
     """A pin never crosses a tag, a drained replica gets nothing, a LoRA's requests carry its name."""
-    for number in range(6):
+    for number in range(16):
         messages = session(f"tags {number}", 1, chars=300)
         assert (
             ask(four.proxy, messages, "tagged", metadata={"tags": ["free"]}).headers["x-kv-replica"] == "large-1-tagged"
