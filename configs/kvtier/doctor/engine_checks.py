@@ -112,7 +112,7 @@ def _serving(snapshot: Snapshot) -> Check:
         return failed(
             "hits",
             f"it stored {gib(snapshot.stored_bytes)} and never served: of {count(asked)} tokens looked up, none",
-            "kvpatches status; PYTHONHASHSEED=0; kvtier acid-test --url URL",
+            "kvtier patch status; PYTHONHASHSEED=0; kvtier acid-test --url URL",
         )
     return warned(
         "hits",

@@ -42,7 +42,7 @@ def _patches(plan: Plan) -> list[Check]:
             patch.state in APPLIED,
             f"{patch.state}: {patch.fixes}",
             f"{patch.state}: {patch.fixes}",
-            f"kvpatches apply {patch.name}   # or kvtier launch --apply-patches",
+            f"kvtier patch apply {patch.name}   # or kvtier launch --apply-patches",
         )
         for patch in plan.patches
     ]
