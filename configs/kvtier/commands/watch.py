@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +14,7 @@ from rich.live import Live
 from kvtier.commands.common import EXIT_FAILED, JsonOption, console, errors, user_errors
 from kvtier.detect import drm, nvidia
 from kvtier.doctor.engine_checks import command_line
+from kvtier.launch.arguments import split, transfer_config
 from kvtier.observe import snapshot
 from kvtier.observe.rates import change
 from kvtier.observe.snapshot import Snapshot
@@ -69,11 +69,11 @@ def ram_tier_of(words: list[str] | None) -> int | None:
     if not words:
         return None
     try:
-        if "--kv-offloading-size" in words:
-            return int(float(words[words.index("--kv-offloading-size") + 1]) * 2**30)
-        config = json.loads(words[words.index("--kv-transfer-config") + 1])
+        if size := dict(split(words)).get("--kv-offloading-size"):
+            return int(float(size[0]) * 2**30)
+        config = transfer_config(words) or {}
         return int(config["kv_connector_extra_config"]["cpu_bytes_to_use"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

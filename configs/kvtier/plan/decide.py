@@ -80,6 +80,13 @@ def _advise(draft: Draft) -> None:
         )
         return
     draft.say("pool-seen", Effect.NOTED, f"{figures.source}: {'; '.join(remarks(figures))}.")
+    if figures.pool_tokens and figures.pool_tokens < draft.wished_context:
+        draft.say(
+            "context-exceeds-seen-pool",
+            Effect.WARNED,
+            f"one context of {draft.wished_context:,} tokens is more than the {figures.pool_tokens:,} that "
+            f"{figures.source} shows: vLLM does not start so. Give --max-model-len {figures.pool_tokens // 256 * 256} or less.",
+        )
     for advice in advise(figures, draft.facts, draft.wishes.typical_tokens):
         draft.args += [advice.flag, advice.honest]
         was = "" if advice.right else f" (was {advice.found})"

@@ -77,8 +77,8 @@ def patches(draft: Draft) -> None:
         + (
             ""
             if applied
-            else f" Apply them with `kvtier patch apply {' '.join(_FIXES)}` or `kvtier launch --apply-patches`, or take "
-            "0.30."
+            else f" Apply them with `kvtier patch apply {' '.join(_FIXES)}` or `kvtier launch --apply-patches`, or "
+            "take 0.30."
         ),
     )
 
