@@ -85,7 +85,8 @@ def _advise(draft: Draft) -> None:
             "context-exceeds-seen-pool",
             Effect.WARNED,
             f"one context of {draft.wished_context:,} tokens is more than the {figures.pool_tokens:,} that "
-            f"{figures.source} shows: vLLM does not start so. Give --max-model-len {figures.pool_tokens // 256 * 256} or less.",
+            f"{figures.source} shows: vLLM does not start so. Give --max-model-len "
+            f"{figures.pool_tokens // 256 * 256} or less.",
         )
     for advice in advise(figures, draft.facts, draft.wishes.typical_tokens):
         draft.args += [advice.flag, advice.honest]

@@ -1,4 +1,4 @@
-"""What cannot be is refused at the edge, or made to fit and said: contexts, ranks, versions, numbers, configurations."""
+"""What cannot be is refused at the edge, or made to fit and said: contexts, ranks, versions, numbers."""
 
 from __future__ import annotations
 

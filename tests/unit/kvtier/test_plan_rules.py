@@ -62,7 +62,7 @@ def test_expandable_segments_are_refused_under_both_names() -> None:
 
 
 def test_lora_needs_the_plugin_with_lmcache_alone() -> None:
-    """LoRA is taken by this project's tier, whose plugin carries the adapter in the keys; vLLM's own tiers need none."""
+    """This project's tier takes LoRA, its plugin putting the adapter in the keys; vLLM's own tiers need none."""
     plan = planned("dgx-spark", "qwen3-gqa", lora=True)
     assert plan.decision is Decision.LMCACHE_NVME
     assert "plugin must be loaded" in plan.rule("lora-needs-plugin").sentence  # type: ignore[union-attr]
