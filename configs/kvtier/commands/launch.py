@@ -81,7 +81,7 @@ def launch(
         for line in done:
             _say(line, "dim")
     made = decide(facts, model, wishes)
-    _stop_on(before_start(facts, made, os.environ), made, as_json=as_json)
+    _stop_on(before_start(facts, made, os.environ, vllm_args or []), made, as_json=as_json)
     start = prepare(made, vllm_args or [], os.environ, rank, write=not dry_run)
     if other := _other_release(wishes.target_vllm):
         start = msgspec.structs.replace(start, conflicts=[other, *start.conflicts])

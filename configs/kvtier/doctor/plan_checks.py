@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvtier.detect import disks
@@ -12,15 +12,18 @@ from kvtier.doctor.box_checks import box_checks, lmcache_check, plugin_check
 from kvtier.doctor.checks import Check, failed, judged, passed, warned
 from kvtier.doctor.engine_checks import policy
 from kvtier.facts import Facts
+from kvtier.launch.arguments import split
+from kvtier.plan.memory import CPU_POOL
 from kvtier.plan.result import Effect, Plan
 from kvtier.plan.speculation import APPLIED
 from kvtier.units import gib
 
-_CPU_POOL = "VLLM_CPU_KVCACHE_SPACE"
+_SHAPING = {"--max-model-len", "--kv-cache-memory-bytes", "--gpu-memory-utilization", "--kv-cache-dtype"}
 
 
-def before_start(facts: Facts, plan: Plan, environment: Mapping[str, str]) -> list[Check]:
-    """Everything that decides whether an engine started from this plan would work on this box."""
+def before_start(facts: Facts, plan: Plan, environment: Mapping[str, str], users: Sequence[str] = ()) -> list[Check]:
+    """Everything that decides whether an engine started from this plan, with the user's own arguments for vLLM, would
+    work on this box."""
     # Whether the allocator matters, the plan has decided: it refuses, or brings no connector.
     box = [check for check in box_checks(facts) if check.name != "expandable-segments"]
     checks = [*box, *_decision(plan), *_patches(plan), *_steps(plan)]
@@ -30,7 +33,7 @@ def before_start(facts: Facts, plan: Plan, environment: Mapping[str, str]) -> li
         checks += [lmcache_check(facts), plugin_check(environment)]
     return [
         *checks,
-        *_context(plan, environment),
+        *_context(plan, environment, users),
         *_shm(facts, plan),
         *_directories(plan),
         policy(plan.vllm_args),
@@ -66,12 +69,17 @@ def _steps(plan: Plan) -> list[Check]:
     return [warned("step", step.why, step.command) for step in plan.steps if plan.serves]
 
 
-def _context(plan: Plan, environment: Mapping[str, str]) -> list[Check]:
-    """Whether one full context fits the pool; on a CPU the environment's own size of the pool goes first."""
+def _context(plan: Plan, environment: Mapping[str, str], users: Sequence[str]) -> list[Check]:
+    """Whether one full context fits the pool; on a CPU the environment's own size of the pool goes first.
+
+    What the user says of the length or the pool is passed on as it is, and not judged here.
+    """
+    if _SHAPING & {name for name, _ in split(users)}:
+        return []
     pool = next((tier for tier in plan.tiers if tier.name == "pool"), None)
     if pool is None or not pool.tokens:
         return []
-    tokens, planned, own = pool.tokens, plan.env.get(_CPU_POOL), environment.get(_CPU_POOL, "")
+    tokens, planned, own = pool.tokens, plan.env.get(CPU_POOL), environment.get(CPU_POOL, "")
     if planned and own.isdigit():
         tokens = tokens * int(own) // int(planned)
     longest = tokens // 256 * 256
@@ -81,7 +89,7 @@ def _context(plan: Plan, environment: Mapping[str, str]) -> list[Check]:
             tokens >= plan.max_model_len,
             f"the pool holds {tokens / plan.max_model_len:.2f} contexts of {plan.max_model_len:,} tokens",
             f"the pool holds {tokens:,} tokens, one context takes {plan.max_model_len:,}: vLLM will not start",
-            f"--max-model-len {longest}" if longest else f"unset {_CPU_POOL}",
+            f"--max-model-len {longest}" if longest else f"unset {CPU_POOL}",
         )
     ]
 

@@ -230,11 +230,13 @@ def _cpu(draft: Draft) -> None:
             f"{gib(draft.facts.ram_available)} of RAM available.",
         )
     pool = memory.cpu_pool_gib(draft)
-    draft.env["VLLM_CPU_KVCACHE_SPACE"] = str(pool)
+    draft.env[memory.CPU_POOL] = str(pool)
+    own = memory.CPU_POOL in draft.facts.environment
     draft.say(
         "cpu-pool",
         Effect.CHANGED,
-        f"VLLM_CPU_KVCACHE_SPACE={pool}: a third of what the weights leave of the available RAM, at most 16 GiB.",
+        f"{memory.CPU_POOL}={pool}: "
+        + ("your environment's." if own else "a third of what the weights leave of the available RAM, at most 16 GiB."),
     )
     memory.fit_context(draft, pool << 30)
     if draft.geometry.hybrid:

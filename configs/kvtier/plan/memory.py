@@ -18,6 +18,7 @@ _UNIFIED_RESERVE_LEAST = 6 * GIB
 _ACTIVATIONS_SHARE = 0.05
 _ACTIVATIONS_LEAST = 2 * GIB
 _CPU_POOL_MOST = 16 * GIB
+CPU_POOL = "VLLM_CPU_KVCACHE_SPACE"
 _CONTEXT_STEP = 256
 _CONTEXT_LEAST = 2048
 """Tokens. A shorter context than this is no use for a tier, and hardly for a chat."""
@@ -155,7 +156,10 @@ def kv_pool_bytes(draft: Draft, staging: int) -> int | None:
 
 def cpu_pool_gib(draft: Draft) -> int:
     """GiB for the KV pool of vLLM on a CPU (VLLM_CPU_KVCACHE_SPACE), which is host RAM: a third of what the weights
-    leave, over all ranks."""
+    leave, over all ranks. Where the environment sets that variable, vLLM takes its word."""
+    own = draft.facts.environment.get(CPU_POOL, "")
+    if own.isdigit() and int(own):
+        return int(own)
     weights = draft.checkpoint.weights_bytes or 0
     spare = (draft.facts.ram_available - weights) // 3 // draft.world_size
     return max(1, min(spare, _CPU_POOL_MOST) // GIB)

@@ -15,7 +15,7 @@ from kvtier.doctor.engine_checks import policy
 from kvtier.doctor.plan_checks import before_start
 from kvtier.facts import Facts, Versions
 from lmcache_nvme_backend.errors import ConfigError
-from tests.unit.kvtier.boxes import facts, planned
+from tests.unit.kvtier.boxes import argument, facts, planned
 
 
 def statuses(box: Facts, model: str, environment: dict[str, str] | None = None, **wishes: object) -> dict[str, str]:
@@ -127,6 +127,11 @@ def test_pool_that_holds_no_context_fails() -> None:
     assert found["context"] == "pass" and found["context-fits-pool"] == "warn"
     assert statuses(facts("cpu-only"), "llama-dense", {"VLLM_CPU_KVCACHE_SPACE": "1"})["context"] == "fail"
     assert statuses(facts("cpu-only"), "llama-dense", {"VLLM_CPU_KVCACHE_SPACE": "40"})["context"] == "pass"
+    plan, small = planned("cpu-only", "llama-dense"), {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    shorter = before_start(facts("cpu-only"), plan, small, ["--max-model-len", "1024"])
+    assert "context" not in {check.name for check in shorter}
+    box = msgspec.structs.replace(facts("cpu-only"), environment=small)
+    assert argument(planned(box, "llama-dense"), "--max-model-len") == "2048"
 
 
 def test_directory_that_is_still_to_be_made(tmp_path: Path) -> None:
