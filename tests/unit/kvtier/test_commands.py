@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.detect import software
 from tests.unit.kvtier.boxes import UNIT, model
 
 B70 = [
@@ -175,23 +176,23 @@ def test_render_and_plan_end_alike() -> None:
 
 
 def launch(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A dry run on the CPU box, with a home of its own."""
+    """A dry run of RAM and NVMe on the RTX 5090 box, which needs no plugin here, with a home of its own."""
     return kvtier(
-        "launch", model("llama-dense"), "--facts", str(UNIT / "facts/cpu-only.json"), "--nvme-gib", "4",
+        "launch", model("qwen3-gqa"), "--facts", str(UNIT / "facts/rtx-5090.json"), "--ram-gib", "8", "--nvme-gib", "4",
         "--nvme", str(tmp_path / "kv"), "--dry-run", *words, HOME=str(tmp_path), XDG_STATE_HOME="", **environment,
     )  # fmt: skip
 
 
 def test_launch_says_json_and_a_dry_run_makes_nothing(tmp_path: Path) -> None:
-    """--json gives JSON for a dry run, which writes and creates nothing, and for a refusal."""
-    done = launch(tmp_path, "--json", "--target-vllm", "v0.31.0")
+    """--json gives JSON for a dry run, which writes and creates nothing, and for a refusal; a plan for another vLLM
+    than the installed one is said to be that."""
+    done = launch(tmp_path, "--json", "--target-vllm", "v0.24.1")
+    assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
-    if done.returncode:  # a check of this environment failed, such as a missing LMCache
-        assert shown["event"] == "stopped" and any(check["status"] == "fail" for check in shown["checks"])
-    else:
-        assert shown["event"] == "dry-run" and shown["env"]["LMCACHE_CONFIG_FILE"].startswith(str(tmp_path))
-        assert "--max-model-len" in shown["command"]
-        assert any("0.31.0" in conflict for conflict in shown["conflicts"])
+    assert (shown["event"], shown["decision"]) == ("dry-run", "native-ram-nvme")
+    assert "--kv-transfer-config" in shown["command"] and shown["env"] == {"PYTHONHASHSEED": "0"}
+    installed = software.versions().vllm
+    assert any("0.24.1" in conflict for conflict in shown["conflicts"]) == (installed is not None)
     assert list(tmp_path.iterdir()) == []
     refused = kvtier("launch", *SPARK, "--ram-gib", "8", "--json")
     assert refused.returncode == 1
