@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from kvtier.detect.memory import main_devices
 from kvtier.plan.result import Plan
 from kvtier.render.formats import render
-from tests.unit.kvtier.boxes import BOXES, MODELS, planned
+from tests.unit.kvtier.boxes import BOXES, MODELS, facts, planned
 
 pytest.importorskip("vllm", reason="needs vLLM")
 pytest.importorskip("lmcache", reason="needs LMCache")
@@ -28,12 +29,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _plans() -> Iterator[tuple[str, Plan]]:
-    shapes: list[dict[str, Any]] = [
-        {},
-        {"nvme": "/data/kv", "nvme_gib": 50},
-        {"max_model_len": 32768, "kv_cache_dtype": "fp8", "tp": 2, "pp": 2, "nvme": "/data/kv", "nvme_gib": 50},
-    ]
     for box in BOXES:
+        found = facts(box)
+        devices = len(main_devices(found.devices)) * max(len(found.nodes), 1)
+        shapes: list[dict[str, Any]] = [
+            {},
+            {"nvme": "/data/kv", "nvme_gib": 50},
+            {
+                "max_model_len": 32768,
+                "kv_cache_dtype": "fp8",
+                "tp": 2 if devices >= 2 else 1,
+                "pp": 2 if devices >= 4 else 1,
+                "nvme": "/data/kv",
+                "nvme_gib": 50,
+            },
+        ]
         for model in MODELS:
             for number, wishes in enumerate(shapes):
                 spec = {"spec": "mtp", "spec_tokens": 4} if model.endswith("-mtp") else {}

@@ -152,7 +152,7 @@ def _causes(steps: Sequence[Step], clues: Clues) -> list[str]:
     if clues.drafts and (0, 24, 0) <= version_tuple(clues.version) < (0, 30, 0):
         found.append(
             f"vLLM {clues.version} with speculative decoding: on a hybrid model 0.24 to 0.29 store and never serve "
-            "(kvpatches apply vllm-52771)"
+            "(kvtier patch apply vllm-52771)"
         )
     if clues.load_failures:
         found.append(f"{clues.load_failures} loads failed: see the engine's log and the disk")

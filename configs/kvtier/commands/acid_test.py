@@ -28,7 +28,7 @@ def acid_test(
         str | None, typer.Option(help="Other tokens that evict it; 1.3 times the pool otherwise.")
     ] = None,
     restart_command: Annotated[str | None, typer.Option(help="Shell command that restarts the engine.")] = None,
-    parallel: Annotated[int, typer.Option(help="Long contexts at once in the last part; 0 leaves it out.")] = 3,
+    parallel: Annotated[str, typer.Option(help="Long contexts at once in the last part; 0 leaves it out.")] = "3",
     parallel_tokens: Annotated[str | None, typer.Option(help="Length of each; the document's otherwise.")] = None,
     model: Annotated[str | None, typer.Option(help="The served model's name, where the engine serves several.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Or VLLM_API_KEY.")] = None,
@@ -40,7 +40,7 @@ def acid_test(
         tokens=wishes.number("--tokens", tokens),
         pressure_tokens=wishes.number("--pressure-tokens", pressure_tokens),
         restart_command=restart_command,
-        parallel=parallel,
+        parallel=wishes.number_or_none("--parallel", parallel),
         parallel_tokens=wishes.number("--parallel-tokens", parallel_tokens),
     )
     target = Target(url, model, api_key or os.environ.get("VLLM_API_KEY"))

@@ -69,12 +69,12 @@ def wishes_from(options: dict[str, Any], log: str | None = None) -> Wishes:
         spec=method,
         spec_tokens=tokens,
         lora=bool(options.get("lora")),
-        target_vllm=options.get("target_vllm"),
+        target_vllm=wishes.version(options.get("target_vllm")),
         engine=options.get("engine") or "vllm",
         typical_tokens=wishes.number("--typical-tokens", options.get("typical_tokens")),
-        prefill_tokens_per_s=options.get("prefill_tps"),
-        link_gbps=options.get("link_gbps"),
-        nvme_gbps=options.get("nvme_gbps"),
+        prefill_tokens_per_s=wishes.rate("--prefill-tps", options.get("prefill_tps"), "tokens a second"),
+        link_gbps=wishes.rate("--link-gbps", options.get("link_gbps"), "GB a second"),
+        nvme_gbps=wishes.rate("--nvme-gbps", options.get("nvme_gbps"), "GB a second"),
         figures=_figures(log),
         lmcache_file=options.get("lmcache_file") or Wishes().lmcache_file,
     )
@@ -85,7 +85,15 @@ def _figures(log: str | None) -> EngineFigures | None:
     if log is None:
         return None
     if log.startswith(("http://", "https://")):
-        return msgspec.structs.replace(snapshot.scrape(log).figures, source=log)
+        try:
+            return msgspec.structs.replace(snapshot.scrape(log).figures, source=log)
+        except ConfigError as error:
+            raise ConfigError(
+                "--log",
+                error.found,
+                "the address of a running vLLM, or its start-up log",
+                "Start the engine, or give the log's file.",
+            ) from error
     return advice.from_log(Path(log))
 
 

@@ -16,7 +16,9 @@ def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
     nvme: Annotated[Path | None, typer.Option(help="Keep the chunks here. Default: a folder that is removed.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Do not remove the default folder of chunks.")] = False,
-    port: Annotated[int, typer.Option(help="The engine's port; another one is taken where it is busy. 0: any.")] = 0,
+    port: Annotated[
+        int, typer.Option(help="The engine's port; another one is taken where it is busy. 0: any.", min=0, max=65535)
+    ] = 0,
 ) -> None:
     """Show a prompt's KV surviving an engine restart with no CPU cache, on this machine, without a GPU.
 

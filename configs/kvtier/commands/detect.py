@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,7 @@ from kvtier.commands.common import FactsOption, JsonOption, MemoryOption, consol
 from kvtier.detect import measure
 from kvtier.facts import Facts
 from kvtier.units import gib, rate
+from lmcache_nvme_backend.errors import ConfigError
 
 
 def register(app: typer.Typer) -> None:
@@ -28,6 +30,10 @@ def detect(
     as_json: JsonOption = False,
 ) -> None:
     """What this box is: device, kind of memory and the evidence for it, RAM, /dev/shm, disks, limits, versions."""
+    if directory is not None and not measured:
+        raise ConfigError("--nvme", repr(directory), "--nvme together with --measure", "Add --measure.")
+    if directory is not None and not Path(directory).is_dir():
+        raise ConfigError("--nvme", repr(directory), "a directory that exists", "Make it, or name another one.")
     found = facts_from(facts, memory)
     if measured:
         found = measure.measure(found, directory)

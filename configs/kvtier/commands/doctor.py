@@ -21,6 +21,7 @@ from kvtier.facts import Facts
 from kvtier.observe import snapshot
 from kvtier.plan.decide import plan as decide
 from kvtier.plan.wishes import Wishes
+from lmcache_nvme_backend.errors import ConfigError
 
 _COLOURS = {Status.PASS: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 
@@ -50,6 +51,8 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check the box, the plan for MODEL, and a running engine. Exit code 1 where a check fails."""
+    if expect and not engine_environment:
+        raise ConfigError("--expect", repr(expect[0]), "--expect together with --engine-env", "Add --engine-env.")
     if engine_environment:
         checks = engine_env.check(engine_env.expected(expect or ["PYTHONHASHSEED=0"]))
     else:

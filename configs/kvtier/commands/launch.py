@@ -10,8 +10,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvtier.commands.common import EXIT_FAILED, JsonOption, errors, user_errors
+from kvtier.commands.common import EXIT_FAILED, JsonOption, errors, print_json, user_errors
 from kvtier.commands.planning import with_planning_options
+from kvtier.detect import software
 from kvtier.doctor.checks import Check, Status
 from kvtier.doctor.plan_checks import before_start
 from kvtier.facts import Facts
@@ -22,7 +23,7 @@ from kvtier.launch.prepare import Start, prepare
 from kvtier.plan.decide import plan as decide
 from kvtier.plan.result import Plan
 from kvtier.plan.wishes import Wishes
-from kvtier.units import count, gib
+from kvtier.units import count, gib, version_tuple
 
 
 def register(app: typer.Typer) -> None:
@@ -40,6 +41,24 @@ class Up(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of each tier."""
 
 
+class DryRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What launch would start."""
+
+    event: str = "dry-run"
+    decision: str
+    command: list[str]
+    env: dict[str, str]
+    conflicts: list[str]
+
+
+class Stopped(msgspec.Struct, frozen=True, kw_only=True):
+    """Why launch starts nothing: every check that did not pass."""
+
+    event: str = "stopped"
+    decision: str
+    checks: list[Check]
+
+
 @user_errors
 @with_planning_options
 def launch(
@@ -55,15 +74,24 @@ def launch(
     as_json: JsonOption = False,
 ) -> None:
     """Plan for MODEL, check, and start vLLM. Its exit code is vLLM's; 1 where a check fails before the start."""
+    # What vLLM will be started with counts, not what a facts file saw.
+    facts = msgspec.structs.replace(facts, environment=software.environment())
     if apply_patches and not dry_run:
         facts, done = apply_needed(decide(facts, model, wishes), facts)
         for line in done:
             _say(line, "dim")
     made = decide(facts, model, wishes)
-    _stop_on(before_start(facts, made, os.environ), explain=made)
-    start = prepare(made, vllm_args or [], os.environ, rank)
+    _stop_on(before_start(facts, made, os.environ, vllm_args or []), made, as_json=as_json)
+    start = prepare(made, vllm_args or [], os.environ, rank, write=not dry_run)
+    if other := _other_release(wishes.target_vllm):
+        start = msgspec.structs.replace(start, conflicts=[other, *start.conflicts])
     for conflict in start.conflicts:
         _say(f"conflict: {conflict}", "yellow")
+    if dry_run and as_json:
+        print_json(
+            DryRun(decision=made.decision.value, command=start.command, env=start.env, conflicts=start.conflicts)
+        )
+        return
     shown = shlex.join([*(f"{name}={value}" for name, value in start.env.items()), *start.command])
     if dry_run:
         sys.stdout.write(shown + "\n")
@@ -115,7 +143,15 @@ def _announce(follower: Follower, plan: Plan, *, as_json: bool) -> None:
             )
 
 
-def _stop_on(checks: list[Check], explain: Plan) -> None:
+def _other_release(target: str | None) -> str | None:
+    """That the plan is for another vLLM than the one that will be started, in words."""
+    installed = software.versions().vllm
+    if target is None or installed is None or version_tuple(target) == version_tuple(installed):
+        return None
+    return f"the plan is for vLLM {target} (--target-vllm), the one installed and started here is {installed}"
+
+
+def _stop_on(checks: list[Check], plan: Plan, *, as_json: bool) -> None:
     for check in checks:
         if check.status is not Status.PASS:
             _say(
@@ -123,6 +159,9 @@ def _stop_on(checks: list[Check], explain: Plan) -> None:
                 "red" if check.status is Status.FAIL else "yellow",
             )
     if any(check.status is Status.FAIL for check in checks):
+        if as_json:
+            bad = [check for check in checks if check.status is not Status.PASS]
+            print_json(Stopped(decision=plan.decision.value, checks=bad))
         raise typer.Exit(EXIT_FAILED)
 
 

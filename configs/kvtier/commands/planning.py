@@ -39,11 +39,9 @@ def _options(
         Text, typer.Option(help="vLLM's start-up log, or a running engine's URL: its pool decides seats and steps.")
     ] = None,
     typical_tokens: Annotated[Text, typer.Option(help="Length of a usual request, for the advice on seats.")] = None,
-    prefill_tps: Annotated[float | None, typer.Option(help="Prefill rate, tokens/s, for the estimate.")] = None,
-    link_gbps: Annotated[
-        float | None, typer.Option(help="Host to device, GB/s; goes before what was measured.")
-    ] = None,
-    nvme_gbps: Annotated[float | None, typer.Option(help="NVMe read, GB/s; goes before what was measured.")] = None,
+    prefill_tps: Annotated[Text, typer.Option(help="Prefill rate, tokens/s, for the estimate.")] = None,
+    link_gbps: Annotated[Text, typer.Option(help="Host to device, GB/s; goes before what was measured.")] = None,
+    nvme_gbps: Annotated[Text, typer.Option(help="NVMe read, GB/s; goes before what was measured.")] = None,
     lmcache_file: Annotated[Text, typer.Option(help="Where the LMCache configuration will lie.")] = None,
 ) -> None:
     """Never called: its signature is the list of options."""

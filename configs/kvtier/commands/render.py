@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from kvtier.commands.common import JsonOption, print_json, user_errors
+from kvtier.commands.common import EXIT_FAILED, JsonOption, errors, print_json, user_errors
 from kvtier.commands.planning import with_planning_options
 from kvtier.facts import Facts
 from kvtier.plan.decide import plan as decide
+from kvtier.plan.result import Effect
 from kvtier.plan.wishes import Wishes
 from kvtier.render.formats import FORMATS
 from kvtier.render.formats import render as to_text
@@ -31,8 +32,16 @@ def render(
     as_json: JsonOption = False,
 ) -> None:
     """The plan for MODEL as text: vLLM's arguments, LMCache's YAML, the environment, a compose service, a unit, a
-    pod."""
-    text = to_text(decide(facts, model, wishes), form, rank)
+    pod. Exit code 1 where the plan is refused."""
+    made = decide(facts, model, wishes)
+    if form in FORMATS and not made.serves:
+        refused = [reason.sentence for reason in made.reasons if reason.effect is Effect.REFUSED]
+        if as_json:
+            print_json({"format": form, "rank": rank, "text": None, "refused": refused})
+        for sentence in refused:
+            errors.print(f"refused: {sentence}", style="red", markup=False, highlight=False)
+        raise typer.Exit(EXIT_FAILED)
+    text = to_text(made, form, rank)
     if as_json:
         print_json({"format": form, "rank": rank, "text": text})
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +11,10 @@ import msgspec
 import typer
 from rich.live import Live
 
-from kvtier.commands.common import JsonOption, console, user_errors
+from kvtier.commands.common import EXIT_FAILED, JsonOption, console, errors, user_errors
 from kvtier.detect import drm, nvidia
 from kvtier.doctor.engine_checks import command_line
+from kvtier.launch.arguments import split, transfer_config
 from kvtier.observe import snapshot
 from kvtier.observe.rates import change
 from kvtier.observe.snapshot import Snapshot
@@ -30,15 +30,15 @@ def register(app: typer.Typer) -> None:
 @user_errors
 def watch(
     url: Annotated[list[str], typer.Option(help="An engine's root; once an engine.")],
-    interval: Annotated[float, typer.Option(help="Seconds between looks.")] = 2.0,
-    looks: Annotated[int, typer.Option(help="End after so many looks; 0: until Ctrl-C.")] = 0,
+    interval: Annotated[str, typer.Option(help="Seconds between looks.")] = "2",
+    looks: Annotated[str, typer.Option(help="End after so many looks; 0: until Ctrl-C.")] = "0",
     ram_gib: Annotated[str | None, typer.Option(help="Size of the RAM tier, where the engine runs elsewhere.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Pool, tokens by source, hits, tier fill, copy speed, preemptions, waiting, drafts, device memory; with what is
-    bad about them."""
-    if interval <= 0:
-        raise ConfigError("--interval", str(interval), "a number of seconds above 0", "Such as 2.")
+    bad about them. Exit code 1 where no engine answers the first look, or one of them the last."""
+    pause = wishes.rate("--interval", interval, "seconds") or 0.0
+    most = wishes.number_or_none("--looks", looks)
     size = wishes.size("--ram-gib", ram_gib)
     sizes = {each: (size << 30) if size else ram_tier_of(command_line(each)) for each in url}
     last: dict[str, Snapshot] = {}
@@ -54,9 +54,14 @@ def watch(
             else:
                 live.update(render(seen), refresh=True)  # type: ignore[union-attr]
             count += 1
-            if count == looks:
+            lost = [each for each in seen if each.error]
+            if (count == most and lost) or (count == 1 and len(lost) == len(seen)):
+                for each in lost:
+                    errors.print(f"{each.url}: {each.error}", style="red", markup=False, highlight=False)
+                raise typer.Exit(EXIT_FAILED)
+            if count == most:
                 return
-            time.sleep(interval)
+            time.sleep(pause)
 
 
 def ram_tier_of(words: list[str] | None) -> int | None:
@@ -64,11 +69,11 @@ def ram_tier_of(words: list[str] | None) -> int | None:
     if not words:
         return None
     try:
-        if "--kv-offloading-size" in words:
-            return int(float(words[words.index("--kv-offloading-size") + 1]) * 2**30)
-        config = json.loads(words[words.index("--kv-transfer-config") + 1])
+        if size := dict(split(words)).get("--kv-offloading-size"):
+            return int(float(size[0]) * 2**30)
+        config = transfer_config(words) or {}
         return int(config["kv_connector_extra_config"]["cpu_bytes_to_use"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

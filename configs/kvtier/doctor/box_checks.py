@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 
 from kvtier.detect import software
@@ -123,7 +124,7 @@ def _leaks() -> list[Check]:
         warned(
             "leaked-maps",
             f"{len(found)} offload maps that no process holds take {size} of /dev/shm",
-            "rm " + " ".join(str(leak.path) for leak in found),
+            shlex.join(["rm", *(str(leak.path) for leak in found)]),
         )
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from pathlib import Path
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 
 from kvtier.doctor.checks import Check, failed, judged, passed, warned
 from kvtier.facts import Facts
+from kvtier.launch.arguments import split, transfer_config
 from kvtier.observe.snapshot import Snapshot
 from kvtier.plan.advice import advise, remarks
 from kvtier.units import count, gib
@@ -54,12 +54,21 @@ def policy(words: list[str] | None) -> Check:
             "the engine's command line cannot be seen from here: see that its --kv-transfer-config holds "
             '"kv_load_failure_policy":"recompute"',
         )
-    if "--kv-transfer-config" not in words:
-        return passed("load-failure-policy", "no connector is configured that could fail a load")
+    flags = dict(split(words))
     try:
-        config = json.loads(words[words.index("--kv-transfer-config") + 1])
-    except (ValueError, IndexError):
+        config = transfer_config(words)
+    except (ValueError, AttributeError, TypeError):
         return warned("load-failure-policy", "--kv-transfer-config cannot be read")
+    if "--kv-offloading-size" in flags and (config or {}).get("kv_load_failure_policy") != "recompute":
+        if (flags.get("--kv-offloading-backend") or ("native",))[0] == "native":
+            return passed(
+                "load-failure-policy",
+                "fail, the default: --kv-offloading-size configures vLLM's own connector so; its copies from host RAM "
+                "report no failed load, so that no request dies of one",
+            )
+        config = config or {}
+    if config is None:
+        return passed("load-failure-policy", "no connector is configured that could fail a load")
     return judged(
         "load-failure-policy",
         config.get("kv_load_failure_policy") == "recompute",
@@ -112,7 +121,7 @@ def _serving(snapshot: Snapshot) -> Check:
         return failed(
             "hits",
             f"it stored {gib(snapshot.stored_bytes)} and never served: of {count(asked)} tokens looked up, none",
-            "kvpatches status; PYTHONHASHSEED=0; kvtier acid-test --url URL",
+            "kvtier patch status; PYTHONHASHSEED=0; kvtier acid-test --url URL",
         )
     return warned(
         "hits",

@@ -49,6 +49,13 @@ def find(model: str) -> Checkpoint:
         raise ConfigError(
             "MODEL", f"{directory / 'config.json'}: {error}", "a readable JSON file", "Download the file again."
         ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            "MODEL",
+            f"{directory / 'config.json'} that holds a {type(config).__name__}",
+            "a JSON object with the model's configuration",
+            "Download the file again.",
+        )
     weights, source = _weights(directory)
     return Checkpoint(name=model, directory=directory, config=config, weights_bytes=weights, weights_source=source)
 
@@ -73,10 +80,10 @@ def _weights(directory: Path) -> tuple[int | None, str]:
         if not index.is_file():
             continue
         try:
-            total = json.loads(index.read_text()).get("metadata", {}).get("total_size")
-        except ValueError:
+            total = json.loads(index.read_text())["metadata"]["total_size"]
+        except (OSError, ValueError, LookupError, TypeError):
             continue
-        if isinstance(total, int | float) and total > 0:
+        if isinstance(total, int | float) and 0 < total < float("inf"):
             return int(total), f"{name}, metadata.total_size"
     shards = [*directory.glob("*.safetensors"), *directory.glob("*.gguf")]
     if shards:

@@ -18,6 +18,8 @@ _FAILURES = {
     "--max-model-len, a smaller model, or more devices",
     "is larger than the maximum number of tokens that can be stored": "one context of that length does not fit "
     "the pool: lower --max-model-len",
+    "To serve at least one request with the model's max seq len": "one full context does not fit the KV pool: lower "
+    "--max-model-len (the line names the longest that fits)",
     "address already in use": "another process has the port: give another one after `--`, such as --port 8001",
     "Too many open files": "raise the limit: ulimit -n 65536",
     "degraded mode": "LMCache could not start its storage and serves without any cache: see the lines above it",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.launch.arguments import merge
+from kvtier.facts import Memory
+from kvtier.launch.arguments import merge, ram_tier, split
 from kvtier.plan.result import Plan
 from kvtier.render.formats import Host, as_yaml, host
 from lmcache_nvme_backend.errors import ConfigError
@@ -30,19 +31,29 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare(
-    plan: Plan, users: Sequence[str], environment: Mapping[str, str], rank: int = 0, state: Path | None = None
+    plan: Plan,
+    users: Sequence[str],
+    environment: Mapping[str, str],
+    rank: int = 0,
+    state: Path | None = None,
+    *,
+    write: bool = True,
 ) -> Start:
-    """Write the LMCache file, make the tier's directory, merge the arguments.
+    """Write the LMCache file, make the tier's directory, merge the arguments; without `write`, merge only.
 
     Raises:
         ConfigError: the directory cannot be made, or the state folder cannot be written.
     """
     part = host(plan, rank)
     merged = merge(part.args, users)
-    env, conflicts = dict(part.env), list(merged.conflicts)
+    env, conflicts = dict(part.env), [*merged.conflicts, *_contradictions(plan, users)]
     if part.lmcache is not None:
-        env[_FILE] = str(_write(state or state_folder(environment), as_yaml(plan, part)))
-    if part.nvme:
+        text = as_yaml(plan, part)
+        file = _file(state or state_folder(environment), text)
+        env[_FILE] = str(file)
+        if write:
+            _write(file, text)
+    if part.nvme and write:
         _make(part)
     for name, value in list(env.items()):
         theirs = environment.get(name)
@@ -78,17 +89,39 @@ def state_folder(environment: Mapping[str, str]) -> Path:
     return base / "kvtier"
 
 
-def _write(folder: Path, text: str) -> Path:
-    """The LMCache file, named by its content, so that two launches never overwrite each other's."""
-    path = folder / f"lmcache-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
+def _contradictions(plan: Plan, users: Sequence[str]) -> list[str]:
+    """What the user asked for after `--` that this box takes amiss; it is passed on all the same."""
+    found = []
+    if plan.memory == Memory.UNIFIED and (tier := ram_tier(users)):
+        found.append(
+            f"your {tier} takes host RAM, which on this box's unified memory is taken from the model and its KV pool; "
+            "it was asked for and is passed on"
+        )
+    given = dict(split(users))
+    pool = next((tier for tier in plan.tiers if tier.name == "pool"), None)
+    length = (given.get("--max-model-len") or ("",))[0]
+    resized = {"--kv-cache-memory-bytes", "--gpu-memory-utilization", "--kv-cache-dtype"} & set(given)
+    if pool is not None and not resized and length.isdigit() and int(length) > pool.tokens:
+        found.append(
+            f"your --max-model-len {length} is more than the {pool.tokens:,} tokens that the plan's pool holds: vLLM "
+            "will not start"
+        )
+    return found
+
+
+def _file(folder: Path, text: str) -> Path:
+    """The LMCache file's path, named by its content, so that two launches never overwrite each other's."""
+    return folder / f"lmcache-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(text)
     except OSError as error:
         raise ConfigError(
-            "XDG_STATE_HOME", f"{folder} ({error.strerror})", "a writable folder", "Set XDG_STATE_HOME to one."
+            "XDG_STATE_HOME", f"{path.parent} ({error.strerror})", "a writable folder", "Set XDG_STATE_HOME to one."
         ) from error
-    return path
 
 
 def _make(part: Host) -> None:

@@ -25,6 +25,7 @@ def plan(facts: Facts, model: str, wishes: Wishes) -> Plan:
     """
     found = checkpoint.find(model)
     ranks = wishes.tp or max(len(wishes.nodes or facts.nodes), 1)
+    _enough_devices(facts, wishes, ranks)
     geometry = kv.read(found, kv_cache_dtype=wishes.kv_cache_dtype, tensor_parallel=ranks)
     draft = Draft(facts=facts, checkpoint=found, geometry=geometry, wishes=wishes)
     if geometry.max_tokens and wishes.max_model_len and wishes.max_model_len > geometry.max_tokens:
@@ -36,6 +37,7 @@ def plan(facts: Facts, model: str, wishes: Wishes) -> Plan:
         )
     try:
         _decide(draft)
+        _refuse_allocator(draft)
     except Refusal:
         draft.decision = Decision.REFUSED
     return draft.finish()
@@ -44,7 +46,7 @@ def plan(facts: Facts, model: str, wishes: Wishes) -> Plan:
 def _decide(draft: Draft) -> None:
     _refuse_engine(draft)
     _say_box(draft)
-    _refuse_allocator(draft)
+    _refuse_ram(draft)
     _common_arguments(draft)
     speculation.arguments(draft)
     _advise(draft)
@@ -52,6 +54,8 @@ def _decide(draft: Draft) -> None:
         draft.say(
             "no-kv-to-keep", Effect.CHOSE, "no layer of this model keeps KV for a token, so a tier would hold nothing."
         )
+        if draft.memory is Memory.UNIFIED:
+            memory.kv_pool_bytes(draft, 0)
         _without_tier(draft)
         return
     if draft.memory is Memory.DISCRETE:
@@ -76,6 +80,14 @@ def _advise(draft: Draft) -> None:
         )
         return
     draft.say("pool-seen", Effect.NOTED, f"{figures.source}: {'; '.join(remarks(figures))}.")
+    if figures.pool_tokens and figures.pool_tokens < draft.wished_context:
+        draft.say(
+            "context-exceeds-seen-pool",
+            Effect.WARNED,
+            f"one context of {draft.wished_context:,} tokens is more than the {figures.pool_tokens:,} that "
+            f"{figures.source} shows: vLLM does not start so. Give --max-model-len "
+            f"{figures.pool_tokens // 256 * 256} or less.",
+        )
     for advice in advise(figures, draft.facts, draft.wishes.typical_tokens):
         draft.args += [advice.flag, advice.honest]
         was = "" if advice.right else f" (was {advice.found})"
@@ -107,18 +119,31 @@ def _discrete(draft: Draft) -> None:
         )
 
 
-def _unified(draft: Draft) -> None:
-    if draft.wishes.ram_gib is not None:
+def _refuse_ram(draft: Draft) -> None:
+    """Whatever the model: RAM asked for is refused where it is the pool's own memory."""
+    if draft.wishes.ram_gib is None:
+        return
+    if draft.memory is Memory.UNIFIED:
         raise draft.refuse(
             "unified-refuses-ram",
             "device and host share one DRAM here: a RAM tier would take its bytes from the memory that the KV pool "
             "itself lives in. Leave --ram-gib out: the tier is NVMe.",
         )
+    if draft.memory is Memory.CPU:
+        raise draft.refuse(
+            "cpu-refuses-ram",
+            "without a device the KV pool is host RAM already, and vLLM's RAM tier refuses the CPU. Leave --ram-gib "
+            "out: the tier is NVMe.",
+        )
+
+
+def _unified(draft: Draft) -> None:
     draft.say(
         "unified-refuses-ram", Effect.NOTED, "no RAM tier: its bytes would come from the memory the KV pool lives in."
     )
-    pool = memory.kv_pool_bytes(draft, lmcache.DEFAULT_STAGING)
+    pool = memory.kv_pool_bytes(draft, 0 if draft.geometry.hybrid else lmcache.staging_bytes(draft))
     if pool is not None:
+        memory.fit_context(draft, pool)
         draft.args += ["--kv-cache-memory-bytes", str(pool)]
     memory.warn_of_swap(draft)
     if draft.geometry.hybrid:
@@ -126,7 +151,7 @@ def _unified(draft: Draft) -> None:
     else:
         lmcache.nvme(draft)
     if pool is not None:
-        draft.add_pool(pool * draft.world_size)
+        draft.add_pool(pool)
 
 
 def _unified_hybrid(draft: Draft) -> None:
@@ -154,13 +179,16 @@ def _unified_hybrid(draft: Draft) -> None:
             f"exist for {why} (it needs 0.28, an NVIDIA device and one host).",
         )
         _without_tier(draft)
+    if draft.target_at_least(*native.FIRST_TIERING):
+        draft.alternatives.append(
+            Alternative(
+                name="vLLM's RAM and fs tiers with the smallest RAM tier",
+                loses="the RAM tier's bytes, taken from the KV pool's "
+                "memory; a quota; and where one step writes more than that RAM tier holds, the rest is not stored",
+                how="by hand: TieringOffloadingSpec with a cpu_bytes_to_use of 1 or 2 GiB; kvtier does not emit it",
+            )
+        )
     draft.alternatives += [
-        Alternative(
-            name="vLLM's RAM and fs tiers with the smallest RAM tier",
-            loses="the RAM tier's bytes, taken from the KV pool's "
-            "memory; a quota; and where one step writes more than that RAM tier holds, the rest is not stored",
-            how="by hand: TieringOffloadingSpec with a cpu_bytes_to_use of 1 or 2 GiB; kvtier does not emit it",
-        ),
         Alternative(
             name="the pool alone",
             loses="every prefix that the pool evicts",
@@ -195,12 +223,6 @@ def _weights_fit(draft: Draft) -> None:
 
 
 def _cpu(draft: Draft) -> None:
-    if draft.wishes.ram_gib is not None:
-        raise draft.refuse(
-            "cpu-refuses-ram",
-            "without a device the KV pool is host RAM already, and vLLM's RAM tier refuses the CPU. Leave --ram-gib "
-            "out: the tier is NVMe.",
-        )
     if (draft.checkpoint.weights_bytes or 0) > draft.facts.ram_available - memory.reserve(draft.facts) // 2:
         raise draft.refuse(
             "weights-do-not-fit",
@@ -208,12 +230,15 @@ def _cpu(draft: Draft) -> None:
             f"{gib(draft.facts.ram_available)} of RAM available.",
         )
     pool = memory.cpu_pool_gib(draft)
-    draft.env["VLLM_CPU_KVCACHE_SPACE"] = str(pool)
+    draft.env[memory.CPU_POOL] = str(pool)
+    own = memory.CPU_POOL in draft.facts.environment
     draft.say(
         "cpu-pool",
         Effect.CHANGED,
-        f"VLLM_CPU_KVCACHE_SPACE={pool}: a third of what the weights leave of the available RAM, at most 16 GiB.",
+        f"{memory.CPU_POOL}={pool}: "
+        + ("your environment's." if own else "a third of what the weights leave of the available RAM, at most 16 GiB."),
     )
+    memory.fit_context(draft, pool << 30)
     if draft.geometry.hybrid:
         draft.say(
             "cpu-hybrid-no-tier",
@@ -223,6 +248,24 @@ def _cpu(draft: Draft) -> None:
         return
     lmcache.nvme(draft)
     draft.add_pool(pool << 30)
+
+
+def _enough_devices(facts: Facts, wishes: Wishes, tensor_parallel: int) -> None:
+    """One device a rank; on a CPU a rank takes cores, and their number is the user's."""
+    if facts.memory is Memory.CPU:
+        return
+    here = max(len(main_devices(facts.devices)), 1)
+    hosts = max(len(wishes.nodes or facts.nodes), 1)
+    ranks = tensor_parallel * wishes.pp
+    if ranks > here * hosts:
+        asked = f"{tensor_parallel}" + (f" with --pp {wishes.pp}" if wishes.pp > 1 else "")
+        found = f"{here} device(s)" + (f" on each of {hosts} hosts" if hosts > 1 else " on this box")
+        raise ConfigError(
+            "--tp",
+            f"{asked}, which is {ranks} ranks for {found}",
+            f"--tp x --pp of at most {here * hosts}",
+            "Ask for fewer ranks, or name the hosts that serve together with --nodes.",
+        )
 
 
 def _say_box(draft: Draft) -> None:
@@ -250,6 +293,8 @@ def _refuse_engine(draft: Draft) -> None:
 
 
 def _refuse_allocator(draft: Draft) -> None:
+    if not draft.offloads:
+        return
     for name in _ALLOCATOR_VARIABLES:
         if "expandable_segments:true" in draft.facts.environment.get(name, "").replace(" ", "").lower():
             raise draft.refuse(

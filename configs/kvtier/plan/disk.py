@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import PurePosixPath
 
 import msgspec
@@ -63,9 +64,10 @@ def loopback_recipe(place: Place) -> str:
     image = f"{place.path.rstrip('/')}.img"
     if place.disk is not None and place.disk.mount != "/" and place.path == place.disk.mount:
         image = f"/var/lib/{PurePosixPath(place.path).name}.img"
+    image, path = shlex.quote(image), shlex.quote(place.path)
     return (
         f"fallocate -l {place.size // GIB}G {image} && mkfs.ext4 -q -m 0 -F {image} && "
-        f"mkdir -p {place.path} && mount -o loop,noatime {image} {place.path}"
+        f"mkdir -p {path} && mount -o loop,noatime {image} {path}"
     )
 
 

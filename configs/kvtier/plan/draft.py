@@ -55,6 +55,8 @@ class Draft(msgspec.Struct, kw_only=True):
     patches: list[Patch] = []
     alternatives: list[Alternative] = []
     nodes: list[NodePlan] = []
+    longest: int | None = None
+    """Tokens of the longest context that the pool holds, where that is less than what was meant."""
 
     @property
     def target(self) -> str:
@@ -74,7 +76,12 @@ class Draft(msgspec.Struct, kw_only=True):
 
     @property
     def context(self) -> int:
-        """Tokens of one full-length context."""
+        """Tokens of one full-length context, as the engine will take it."""
+        return self.longest or self.wished_context
+
+    @property
+    def wished_context(self) -> int:
+        """Tokens of one full-length context, as asked or as the model's configuration says."""
         return self.wishes.max_model_len or self.geometry.max_tokens or _FALLBACK_CONTEXT
 
     @property
@@ -109,6 +116,17 @@ class Draft(msgspec.Struct, kw_only=True):
         """What a tier keeps for a token: the model's layers and the draft's."""
         return self.geometry.bytes_per_token + self.draft_bytes
 
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that share one token's KV: all of them, save that each tensor-parallel rank keeps the whole latent of
+        latent attention."""
+        return self.wishes.pp if self.geometry.attention == "MLA" else self.world_size
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the arguments so far bring a KV connector."""
+        return self.connector is not None or "--kv-offloading-size" in self.args
+
     def say(self, rule: str, effect: Effect, sentence: str) -> None:
         self.reasons.append(Reason(rule=rule, effect=effect, sentence=sentence))
 
@@ -121,9 +139,10 @@ class Draft(msgspec.Struct, kw_only=True):
         """A tier of `size` bytes. One of several hosts keeps only its ranks' part of each token."""
         self.tiers.append(self._tier(name, size * hosts, size, path))
 
-    def add_pool(self, size: int) -> None:
-        """The engine's own pool, which comes first."""
-        self.tiers.insert(0, self._tier("pool", size, size, None))
+    def add_pool(self, rank_bytes: int) -> None:
+        """The engine's own pool, of `rank_bytes` on each rank; it comes first."""
+        size = rank_bytes * self.world_size
+        self.tiers.insert(0, self._tier("pool", rank_bytes * self.token_ranks, size, None))
 
     def _tier(self, name: str, counted: int, size: int, path: str | None) -> Tier:
         per_token = self.stored_bytes_per_token

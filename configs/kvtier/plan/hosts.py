@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,9 @@ def split(draft: Draft, lmcache: Callable[[str], dict[str, Any]] | None = None, 
             str(_MASTER_PORT),
             *(["--headless"] if rank else []),
         ]
-        marks = " ".join(f"--expect {name}={env[name]}" for name in _MARKED if name in env)
+        marks = [word for name in _MARKED if name in env for word in ("--expect", f"{name}={env[name]}")]
+        # Two shells read it: the one here and the one there.
+        remote = " ".join(shlex.quote(shlex.quote(word)) for word in ["kvtier", "doctor", "--engine-env", *marks])
         draft.nodes.append(
             NodePlan(
                 name=node.name,
@@ -59,7 +62,7 @@ def split(draft: Draft, lmcache: Callable[[str], dict[str, Any]] | None = None, 
                 vllm_args=[*base, *args, *transfer_arguments(draft.connector)],
                 env=env,
                 lmcache_config={**lmcache(path), "lookup_server_worker_ids": [0]} if lmcache and path else None,
-                check=f"ssh {node.name} kvtier doctor --engine-env {marks}",
+                check=f"ssh {shlex.quote(node.name)} {remote}",
             )
         )
         if place and path:

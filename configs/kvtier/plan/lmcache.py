@@ -20,11 +20,17 @@ _TESTED_LMCACHE = ("0.5.4", "0.5.5", "0.5.6")
 
 def nvme(draft: Draft) -> None:
     """Chunks of 256 tokens on NVMe, no CPU pool."""
-    _refuse_lora(draft)
     place = disk.choose(draft)
     if draft.serving_nodes and draft.memory is not Memory.UNIFIED:
         draft.say("several-hosts", Effect.NOTED, "each host keeps its own ranks' chunks on its own disk.")
     staging = staging_bytes(draft)
+    if staging != DEFAULT_STAGING:
+        draft.say(
+            "staging-for-large-chunks",
+            Effect.CHANGED,
+            f"nvme.staging_mib {staging // MIB}: a chunk of {CHUNK_TOKENS} tokens is "
+            f"{_chunk_bytes(draft) / MIB:.0f} MiB a rank here, and the ring should hold {_LEAST_CHUNKS_STAGED}.",
+        )
     draft.decision = Decision.LMCACHE_NVME
     draft.lmcache = config(draft, place.path, place.size, staging)
     draft.connector = {
@@ -79,30 +85,26 @@ def config(draft: Draft, path: str, quota: int, staging: int) -> dict[str, Any]:
 
 def staging_bytes(draft: Draft) -> int:
     """A rank's staging ring: the backend's default, or more where four of the model's chunks do not fit in that."""
-    chunk = CHUNK_TOKENS * draft.stored_bytes_per_token // draft.tensor_parallel
-    needed = _LEAST_CHUNKS_STAGED * chunk
+    needed = _LEAST_CHUNKS_STAGED * _chunk_bytes(draft)
     if needed <= DEFAULT_STAGING:
         return DEFAULT_STAGING
-    size = -(-needed // (64 * MIB)) * 64 * MIB
-    draft.say(
-        "staging-for-large-chunks",
-        Effect.CHANGED,
-        f"nvme.staging_mib {size // MIB}: a chunk of {CHUNK_TOKENS} tokens is "
-        f"{chunk / MIB:.0f} MiB a rank here, and the ring should hold {_LEAST_CHUNKS_STAGED}.",
-    )
-    return size
+    return -(-needed // (64 * MIB)) * 64 * MIB
 
 
-def _refuse_lora(draft: Draft) -> None:
-    if draft.wishes.lora:
-        raise draft.refuse(
-            "lora-with-lmcache",
-            "LMCache leaves the adapter out of its keys, so two adapters would share KV. Serve the adapters merged, "
-            "or without this tier.",
-        )
+def _chunk_bytes(draft: Draft) -> int:
+    """Bytes of one chunk on one rank."""
+    split = 1 if draft.geometry.attention == "MLA" else draft.tensor_parallel
+    return CHUNK_TOKENS * draft.stored_bytes_per_token // split
 
 
 def _remarks(draft: Draft) -> None:
+    if draft.wishes.lora:
+        draft.say(
+            "lora-needs-plugin",
+            Effect.NOTED,
+            "LoRA: LMCache's own keys leave the adapter out; this project's vLLM plugin puts it in, so the plugin must "
+            "be loaded (VLLM_PLUGINS must not filter lmcache_nvme_backend out).",
+        )
     installed = draft.facts.versions.lmcache
     if installed and installed not in _TESTED_LMCACHE:
         draft.say(

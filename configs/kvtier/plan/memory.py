@@ -18,6 +18,12 @@ _UNIFIED_RESERVE_LEAST = 6 * GIB
 _ACTIVATIONS_SHARE = 0.05
 _ACTIVATIONS_LEAST = 2 * GIB
 _CPU_POOL_MOST = 16 * GIB
+CPU_POOL = "VLLM_CPU_KVCACHE_SPACE"
+_CONTEXT_STEP = 256
+_CONTEXT_LEAST = 2048
+"""Tokens. A shorter context than this is no use for a tier, and hardly for a chat."""
+_STATES_A_SEQUENCE = 2
+"""Blocks of state that vLLM holds for one sequence with prefix caching: the running one and the one to be cached."""
 
 
 def reserve(facts: Facts) -> int:
@@ -105,13 +111,13 @@ def kv_pool_bytes(draft: Draft, staging: int) -> int | None:
     total, own = _shared_memory(draft.facts)
     kept = 0 if own else max(_UNIFIED_RESERVE_LEAST, int(total * _UNIFIED_RESERVE_SHARE))
     room = max(_ACTIVATIONS_LEAST, int(total * _ACTIVATIONS_SHARE))
-    draft.say(
-        "unified-reserve",
-        Effect.NOTED,
-        "the carve-out is the device's own, so the host's reserve lies outside it."
-        if own
-        else f"{gib(kept)} stay with the host and {gib(staging)} with the staging ring.",
-    )
+    if draft.geometry.attention_free:
+        draft.say(
+            "fixed-kv-pool-left-out",
+            Effect.NOTED,
+            "no fixed KV pool: no layer keeps KV for a token, so vLLM sizes what holds the states itself.",
+        )
+        return None
     if draft.checkpoint.weights_bytes is None:
         draft.say(
             "fixed-kv-pool-left-out",
@@ -121,6 +127,14 @@ def kv_pool_bytes(draft: Draft, staging: int) -> int | None:
             "checkpoint as used memory; drop the cache first.",
         )
         return None
+    ring = f" and {gib(staging)} with the staging ring" if staging else ""
+    draft.say(
+        "unified-reserve",
+        Effect.NOTED,
+        "the carve-out is the device's own, so the host's reserve lies outside it."
+        if own
+        else f"{gib(kept)} stay with the host{ring}.",
+    )
     weights = draft.checkpoint.weights_bytes // draft.world_size
     pool = (total - kept - staging - weights - room) // (GIB // 4) * (GIB // 4)
     if pool <= 0:
@@ -142,10 +156,52 @@ def kv_pool_bytes(draft: Draft, staging: int) -> int | None:
 
 def cpu_pool_gib(draft: Draft) -> int:
     """GiB for the KV pool of vLLM on a CPU (VLLM_CPU_KVCACHE_SPACE), which is host RAM: a third of what the weights
-    leave."""
+    leave, over all ranks. Where the environment sets that variable, vLLM takes its word."""
+    own = draft.facts.environment.get(CPU_POOL, "")
+    if own.isdigit() and int(own):
+        return int(own)
     weights = draft.checkpoint.weights_bytes or 0
-    spare = (draft.facts.ram_available - weights) // 3
+    spare = (draft.facts.ram_available - weights) // 3 // draft.world_size
     return max(1, min(spare, _CPU_POOL_MOST) // GIB)
+
+
+def fit_context(draft: Draft, rank_bytes: int) -> None:
+    """Shorten the context to what a pool of `rank_bytes` a rank holds: vLLM does not start with a pool that does not
+    hold one request of --max-model-len.
+
+    Sliding layers count in full, as LMCache's connector has them kept; a state counts twice.
+
+    Raises:
+        Refusal: not even 2,048 tokens fit.
+    """
+    per_token = draft.stored_bytes_per_token
+    if not per_token:
+        return
+    states = _STATES_A_SEQUENCE * draft.geometry.state_bytes // draft.world_size
+    holds = max(rank_bytes - states, 0) * draft.token_ranks // per_token
+    wished = draft.wished_context
+    if holds >= wished:
+        return
+    fits = holds // _CONTEXT_STEP * _CONTEXT_STEP
+    if fits < _CONTEXT_LEAST:
+        raise draft.refuse(
+            "context-exceeds-pool",
+            f"the KV pool of {gib(rank_bytes)} a rank holds {holds:,} tokens, fewer than {_CONTEXT_LEAST:,}: vLLM does "
+            f"not start where one request of --max-model-len ({wished:,}) does not fit. A smaller model, smaller "
+            "weights, or --kv-cache-dtype fp8 leave more.",
+        )
+    draft.longest = fits
+    if "--max-model-len" in draft.args:
+        draft.args[draft.args.index("--max-model-len") + 1] = str(fits)
+    else:
+        draft.args[:0] = ["--max-model-len", str(fits)]
+    whose = "your --max-model-len" if draft.wishes.max_model_len else "the model's context"
+    draft.say(
+        "context-fits-pool",
+        Effect.WARNED,
+        f"--max-model-len {fits}, less than {whose} of {wished:,}: the KV pool of {gib(rank_bytes)} a rank holds "
+        f"{holds:,} tokens, and vLLM does not start where one full context does not fit.",
+    )
 
 
 def warn_of_swap(draft: Draft) -> None:

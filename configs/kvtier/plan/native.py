@@ -10,7 +10,7 @@ from kvtier.plan.draft import Draft
 from kvtier.plan.result import Decision, Effect
 from kvtier.units import GIB, gib
 
-_FIRST_TIERING = (0, 23)
+FIRST_TIERING = (0, 23)
 """The oldest release looked at has it; the others are where released wheels first show the name."""
 _FIRST_BLOCKS_PER_CHUNK = (0, 26)
 _FIRST_DISK_CONNECTOR = (0, 28)
@@ -43,11 +43,11 @@ def ram(draft: Draft) -> None:
 
 def ram_and_nvme(draft: Draft) -> None:
     """Host RAM, and behind it files: the tiering spec with an fs tier."""
-    if not draft.target_at_least(*_FIRST_TIERING):
+    if not draft.target_at_least(*FIRST_TIERING):
         raise draft.refuse(
             "tiering-needs-newer-vllm",
             f"vLLM {draft.target} has no tiering spec: RAM and NVMe together "
-            f"need {'.'.join(map(str, _FIRST_TIERING))}. Leave --nvme out for the RAM tier alone.",
+            f"need {'.'.join(map(str, FIRST_TIERING))}. Leave --nvme out for the RAM tier alone.",
         )
     size = memory.ram_tier(draft, tiering=True)
     place = disk.choose(draft)

@@ -74,7 +74,12 @@ def patches(draft: Draft) -> None:
         Effect.NOTED if applied else Effect.WARNED,
         f"vLLM {draft.target} with {draft.wishes.spec} on a hybrid model stores and never serves without the patches "
         f"{states}."
-        + ("" if applied else " Apply them with `kvpatches apply` or `kvtier launch --apply-patches`, or take 0.30."),
+        + (
+            ""
+            if applied
+            else f" Apply them with `kvtier patch apply {' '.join(_FIXES)}` or `kvtier launch --apply-patches`, or "
+            "take 0.30."
+        ),
     )
 
 

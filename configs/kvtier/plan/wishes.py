@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import msgspec
 
 from kvtier.facts import Node
@@ -11,6 +14,7 @@ from lmcache_nvme_backend.errors import ConfigError
 # Methods that vLLM takes in --speculative-config and that draft with layers of their own.
 SPECULATIVE = ("mtp", "eagle", "eagle3", "ngram", "draft_model")
 ENGINES = ("vllm", "sglang")
+_VERSION = re.compile(r"\d+(\.\d+){1,3}([.-]?(a|b|rc|post|dev)\d*)*(\+[\w.-]+)?", re.IGNORECASE)
 DEFAULT_TARGET = "0.32.0"
 """The release assumed where none is installed and none is named: the newest one that these rules were run against."""
 
@@ -57,14 +61,50 @@ def number(setting: str, text: str | None) -> int | None:
     return _whole(setting, text, "a whole number above 0", "such as 2")
 
 
-def _whole(setting: str, text: str | None, allowed: str, example: str) -> int | None:
+def number_or_none(setting: str, text: str) -> int:
+    """A count of which 0 means none; errors as for `size`."""
+    return _whole(setting, text, "a whole number, 0 or more", "such as 3", least=0) or 0
+
+
+def rate(setting: str, text: str | None, unit: str) -> float | None:
+    """A finite number above 0, in `unit`, from the command line.
+
+    Raises:
+        ConfigError: not a number, not finite, or not above 0.
+    """
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise ConfigError(setting, repr(text), f"a number of {unit} above 0", f"Give one, or leave {setting} out.")
+    return value
+
+
+def version(text: str | None) -> str | None:
+    """A release of vLLM, such as ``0.32.0``; a tag's ``v`` is left out.
+
+    Raises:
+        ConfigError: not a version.
+    """
+    if text is None:
+        return None
+    plain = text.strip().removeprefix("v").removeprefix("V")
+    if not _VERSION.fullmatch(plain):
+        raise ConfigError("--target-vllm", repr(text), "a release of vLLM", "Such as 0.32.0.")
+    return plain
+
+
+def _whole(setting: str, text: str | None, allowed: str, example: str, least: int = 1) -> int | None:
     if text is None:
         return None
     try:
         value = int(text)
     except ValueError:
         raise ConfigError(setting, repr(text), allowed, f"Give one {example}.") from None
-    if value <= 0:
+    if value < least:
         raise ConfigError(setting, repr(text), allowed, f"Give one {example}, or leave {setting} out.")
     return value
 
@@ -97,4 +137,11 @@ def nodes(text: str | None) -> tuple[Node, ...]:
                 "Name each host's address; the first is rank 0.",
             )
         found.append(Node(name=name if equals else f"node-{index}", address=address, interface=interface or None))
+    for kind in ("name", "address"):
+        seen = [getattr(node, kind) for node in found]
+        twice = next((value for value in seen if seen.count(value) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                "--nodes", f"{twice} twice", "each host once", "One host's devices are ranks by --tp, not by --nodes."
+            )
     return tuple(found)

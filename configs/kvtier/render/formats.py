@@ -116,12 +116,13 @@ def as_compose(plan: Plan, host: Host) -> str:
 
 def as_systemd(plan: Plan, host: Host) -> str:
     """A systemd unit; the LMCache configuration is a file of its own (--format yaml)."""
-    wants = f"RequiresMountsFor={host.nvme}\n" if host.nvme else ""
-    variables = "".join(f"Environment={_systemd_word(f'{name}={value}')}\n" for name, value in host.env.items())
+    wants = f"RequiresMountsFor={_systemd_value(host.nvme)}\n" if host.nvme else ""
+    variables = "".join(f"Environment={_systemd_value(f'{name}={value}')}\n" for name, value in host.env.items())
     prepare = f"ExecStartPre=/usr/bin/mkdir -p {_systemd_word(host.nvme)}\n" if host.nvme else ""
+    model = " ".join(_systemd_escape(plan.model).split())
     command = " ".join(_systemd_word(word) for word in ["/usr/bin/env", *plan.command, *host.args])
     return (
-        f"[Unit]\nDescription=vLLM, {plan.decision.value} behind the KV pool ({_systemd_escape(plan.model)})\n"
+        f"[Unit]\nDescription=vLLM, {plan.decision.value} behind the KV pool ({model})\n"
         f"After=network-online.target\nWants=network-online.target\n{wants}\n"
         f"[Service]\n{variables}{prepare}ExecStart={command}\n"
         "LimitNOFILE=65536\nLimitMEMLOCK=infinity\nUMask=0077\nKillMode=mixed\nTimeoutStopSec=60\nRestart=on-failure\n\n"
@@ -267,11 +268,18 @@ def _systemd_escape(text: str) -> str:
 
 
 def _systemd_word(word: str) -> str:
-    """One argument as systemd reads it: % and $ doubled, quoted with C escapes where needed."""
-    escaped = _systemd_escape(word).replace("$", "$$")
+    """One argument of a command as systemd reads it: as a value, and $, which it expands there alone, doubled."""
+    return _systemd_value(word.replace("$", "$$"))
+
+
+def _systemd_value(word: str) -> str:
+    """One word of a unit's setting: % doubled, quoted with C escapes where needed."""
+    escaped = _systemd_escape(word)
     if re.fullmatch(r"[A-Za-z0-9_./:=@,+%$-]+", escaped):
         return escaped
-    return '"' + escaped.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    for plain, written in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
+        escaped = escaped.replace(plain, written)
+    return f'"{escaped}"'
 
 
 def _kubernetes(word: str) -> str:

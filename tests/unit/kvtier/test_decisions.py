@@ -50,11 +50,25 @@ def test_unified_memory_never_gets_ram(box: str, model: str) -> None:
     if facts(box).memory is not Memory.UNIFIED:
         return
     assert all(tier.name != "ram" for tier in _plan(box, model).tiers)
-    if model != "mamba":
-        asked = _plan(box, model, ram_gib=4)
-        assert asked.decision is Decision.REFUSED
-        assert asked.rule("unified-refuses-ram")
-        assert asked.vllm_args == []
+    asked = _plan(box, model, ram_gib=4)
+    assert asked.decision is Decision.REFUSED
+    assert asked.rule("unified-refuses-ram")
+    assert asked.vllm_args == []
+
+
+@pytest.mark.parametrize("box", BOXES)
+@pytest.mark.parametrize("model", MODELS)
+def test_pool_holds_one_full_context(box: str, model: str) -> None:
+    """Where a plan knows its pool, one context of the length that the engine will take fits, and the plan says so
+    where that is less than the model's own."""
+    for plan in (_plan(box, model), _plan(box, model, kv_cache_dtype="fp8")):
+        pool = next((tier for tier in plan.tiers if tier.name == "pool"), None)
+        if pool is None or not plan.kv_bytes_per_token:
+            continue
+        assert pool.tokens >= plan.max_model_len
+        if plan.rule("context-fits-pool"):
+            assert argument(plan, "--max-model-len") == str(plan.max_model_len)
+            assert plan.max_model_len % 256 == 0 and plan.max_model_len >= 2048
 
 
 @pytest.mark.parametrize("box", BOXES)

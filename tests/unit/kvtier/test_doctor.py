@@ -10,10 +10,12 @@ import msgspec
 import pytest
 
 from kvtier.doctor import engine_env
+from kvtier.doctor.checks import Check
+from kvtier.doctor.engine_checks import policy
 from kvtier.doctor.plan_checks import before_start
 from kvtier.facts import Facts, Versions
 from lmcache_nvme_backend.errors import ConfigError
-from tests.unit.kvtier.boxes import facts, planned
+from tests.unit.kvtier.boxes import argument, facts, planned
 
 
 def statuses(box: Facts, model: str, environment: dict[str, str] | None = None, **wishes: object) -> dict[str, str]:
@@ -29,7 +31,7 @@ def test_needed_patch_fails_with_its_command() -> None:
         check.name: check for check in before_start(box, planned(box, "qwen3_5-hybrid-mtp", spec="mtp", ram_gib=16), {})
     }
     assert checks["patch vllm-52771"].status == "fail"
-    assert "kvpatches apply vllm-52771" in (checks["patch vllm-52771"].fix or "")
+    assert "kvtier patch apply vllm-52771" in (checks["patch vllm-52771"].fix or "")
     assert checks["patch vllm-52807"].status == "pass"
 
 
@@ -117,3 +119,51 @@ def test_no_engine_here_fails(tmp_path: Path) -> None:
     assert engine_env.check({"A": "1"}, tmp_path)[0].status == "fail"
     with pytest.raises(ConfigError, match="--expect"):
         engine_env.expected(["novalue"])
+
+
+def test_pool_that_holds_no_context_fails() -> None:
+    """A context shortened to the pool warns; a smaller VLLM_CPU_KVCACHE_SPACE in the environment fails the check."""
+    found = statuses(facts("cpu-only"), "llama-dense")
+    assert found["context"] == "pass" and found["context-fits-pool"] == "warn"
+    assert statuses(facts("cpu-only"), "llama-dense", {"VLLM_CPU_KVCACHE_SPACE": "1"})["context"] == "fail"
+    assert statuses(facts("cpu-only"), "llama-dense", {"VLLM_CPU_KVCACHE_SPACE": "40"})["context"] == "pass"
+    plan, small = planned("cpu-only", "llama-dense"), {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    shorter = before_start(facts("cpu-only"), plan, small, ["--max-model-len", "1024"])
+    assert "context" not in {check.name for check in shorter}
+    box = msgspec.structs.replace(facts("cpu-only"), environment=small)
+    assert argument(planned(box, "llama-dense"), "--max-model-len") == "2048"
+
+
+def test_directory_that_is_still_to_be_made(tmp_path: Path) -> None:
+    """A directory that does not exist is said to be made by launch; a file in its place fails."""
+
+    def nvme(path: Path) -> Check:
+        plan = planned("dgx-spark", "qwen3-gqa", nvme=str(path), nvme_gib=4)
+        return next(check for check in before_start(facts("dgx-spark"), plan, {}) if check.name == "nvme")
+
+    assert "does not exist yet, launch makes it" in nvme(tmp_path / "new" / "kv").sentence
+    assert "does not exist" not in nvme(tmp_path).sentence
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert nvme(tmp_path / "file").status == "fail" and nvme(tmp_path / "file" / "kv").status == "fail"
+
+
+def test_policy_is_read_in_every_spelling() -> None:
+    """--kv-transfer-config with =, dotted, and the size flag, which configures a connector too."""
+    recompute, other = '{"kv_load_failure_policy":"recompute"}', '{"kv_connector":"X"}'
+    assert policy(["vllm", f"--kv-transfer-config={other}"]).status == "fail"
+    assert policy(["vllm", f"--kv-transfer-config={recompute}"]).status == "pass"
+    assert policy(["vllm", "--kv_transfer_config", other]).status == "fail"
+    assert policy(["vllm", "--kv-transfer-config.kv_load_failure_policy", "recompute"]).status == "pass"
+    assert policy(["vllm", "--kv-transfer-config=[]"]).status == "warn"
+    size = policy(["vllm", "--kv-offloading-size", "8"])
+    assert size.status == "pass" and "fail, the default" in size.sentence
+    assert policy(["vllm", "--kv-offloading-size=8", "--kv-offloading-backend", "lmcache"]).status == "fail"
+    assert "no connector" in policy(["vllm"]).sentence
+
+
+def test_allocator_fails_a_plan_with_a_connector_alone() -> None:
+    """expandable_segments fails the check of a plan with a connector, and not that of one without."""
+    box = msgspec.structs.replace(facts("rtx-5090"), environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    assert statuses(box, "qwen3-gqa")["expandable-segments"] == "fail"
+    assert "expandable-segments" not in statuses(box, "mamba")

@@ -89,6 +89,62 @@ def test_prepare_writes_the_lmcache_file_and_directory(tmp_path: Path) -> None:
     assert any("gives way" in conflict for conflict in random.conflicts)
 
 
+def test_share_of_the_users_replaces_a_fixed_pool() -> None:
+    """A fixed pool overrides --gpu-memory-utilization: the user's share has it left out, and that is said."""
+    merged = merge(["--kv-cache-memory-bytes", "1000", "--enable-prefix-caching"], ["--gpu-memory-utilization=0.5"])
+    assert merged.args == ["--enable-prefix-caching", "--gpu-memory-utilization=0.5"]
+    assert any("--kv-cache-memory-bytes 1000" in conflict for conflict in merged.conflicts)
+
+
+@pytest.mark.parametrize(
+    "users",
+    [
+        ["--kv-offloading-size", "8"],
+        ["--kv_offloading_size=8"],
+        ["--kv-transfer-config", '{"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'],
+        ['--kv-transfer-config={"kv_connector":"SimpleCPUOffloadConnector"}'],
+        ["--kv-transfer-config.kv_connector", "OffloadingConnector"],
+        [
+            "--kv-transfer-config",
+            '{"kv_connector":"MultiConnector","kv_connector_extra_config":{"connectors":'
+            '[{"kv_connector":"OffloadingConnector"}]}}',
+        ],
+    ],
+)
+def test_ram_asked_for_on_unified_memory_is_said(users: list[str], tmp_path: Path) -> None:
+    """A RAM tier after -- on unified memory is passed on, and said to be taken from the model; elsewhere it is not."""
+    here = {"HOME": str(tmp_path)}
+    start = prepare(planned("dgx-spark", "qwen3-gqa"), users, here, write=False)
+    assert start.command[-len(users) :] == users
+    said = [conflict for conflict in start.conflicts if "taken from the model" in conflict]
+    assert len(said) == 1 and "asked for and is passed on" in said[0]
+    other = prepare(planned("rtx-5090", "qwen3-gqa"), users, here, write=False)
+    assert not any("taken from the model" in conflict for conflict in other.conflicts)
+
+
+def test_disk_connector_of_the_users_is_no_ram() -> None:
+    """vLLM's disk-only connector after -- takes no RAM."""
+    disk = '{"kv_connector":"SimpleCPUOffloadConnector","kv_connector_extra_config":{"kv_offload_backend":"disk"}}'
+    start = prepare(planned("dgx-spark", "qwen3-gqa"), ["--kv-transfer-config", disk], {}, write=False)
+    assert not any("taken from the model" in conflict for conflict in start.conflicts)
+
+
+def test_context_of_the_users_beyond_the_pool_is_said() -> None:
+    """A --max-model-len after -- that the plan's pool does not hold is said to end the start."""
+    plan = planned("cpu-only", "llama-dense")
+    longer = prepare(plan, ["--max-model-len", "32768"], {}, write=False).conflicts
+    assert any("will not start" in conflict for conflict in longer)
+    assert not any("will not start" in c for c in prepare(plan, ["--max-model-len", "4096"], {}, write=False).conflicts)
+
+
+def test_prepare_without_writing_leaves_no_trace(tmp_path: Path) -> None:
+    """Without `write` neither the LMCache file nor the tier's directory is made; the file's name is the same."""
+    plan = planned("cpu-only", "llama-dense", nvme=str(tmp_path / "kv"), nvme_gib=4)
+    start = prepare(plan, [], {"HOME": str(tmp_path)}, write=False)
+    assert list(tmp_path.iterdir()) == []
+    assert prepare(plan, [], {"HOME": str(tmp_path)}).env == start.env
+
+
 def leak(folder: Path, name: str = "vllm_offload_x.mmap") -> Path:
     path = folder / name
     path.write_bytes(b"x" * 8192)
@@ -134,6 +190,12 @@ def test_follower_knows_up_and_figures() -> None:
     [
         ("ValueError: Insufficient space in /dev/shm for x: 16354.0 MiB required, 16352.0 MiB free", "remount"),
         ("ValueError: Failed to promote local KV cache specs to one unified type", "hybrid"),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (32768), (16.00 GiB KV cache is "
+            "needed, which is larger than the available KV cache memory (5.00 GiB). Based on the available memory, the "
+            "estimated maximum model length is 10240.",
+            "lower --max-model-len",
+        ),
         ("OSError: [Errno 98] address already in use", "--port"),
     ],
 )

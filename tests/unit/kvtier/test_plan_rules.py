@@ -61,10 +61,12 @@ def test_expandable_segments_are_refused_under_both_names() -> None:
         assert name in plan.reasons[-1].sentence
 
 
-def test_lora_is_refused_with_lmcache_alone() -> None:
-    """LoRA and the LMCache tier are refused together; vLLM's own tiers take it."""
-    assert planned("dgx-spark", "qwen3-gqa", lora=True).rule("lora-with-lmcache")
-    assert planned("dgx-spark", "qwen3-gqa", lora=True).decision is Decision.REFUSED
+def test_lora_needs_the_plugin_with_lmcache_alone() -> None:
+    """This project's tier takes LoRA, its plugin putting the adapter in the keys; vLLM's own tiers need none."""
+    plan = planned("dgx-spark", "qwen3-gqa", lora=True)
+    assert plan.decision is Decision.LMCACHE_NVME
+    assert "plugin must be loaded" in plan.rule("lora-needs-plugin").sentence  # type: ignore[union-attr]
+    assert planned("rtx-5090", "qwen3-gqa", lora=True).rule("lora-needs-plugin") is None
     assert planned("rtx-5090", "qwen3-gqa", lora=True).decision is Decision.NATIVE_RAM
 
 

@@ -143,3 +143,12 @@ def test_words_that_need_quoting_survive(tmp_path: Path) -> None:
     assert service["command"][0].replace("$$", "$") == odd
     line = next(line for line in render(plan, "systemd").splitlines() if line.startswith("ExecStart="))
     assert shlex.split(line.removeprefix("ExecStart="))[3].replace("%%", "%").replace("$$", "$") == odd
+
+
+def test_systemd_escapes_what_it_would_read(tmp_path: Path) -> None:
+    """Spaces, quotes, percent and dollar signs reach the service as they are: $ is doubled in commands alone."""
+    plan = planned("cpu-only", "llama-dense", nvme="/data/my $kv %n", nvme_gib=4, lmcache_file='/etc/a "b" $c.yaml')
+    unit = render(plan, "systemd").splitlines()
+    assert 'RequiresMountsFor="/data/my $kv %%n"' in unit
+    assert 'Environment="LMCACHE_CONFIG_FILE=/etc/a \\"b\\" $c.yaml"' in unit
+    assert 'ExecStartPre=/usr/bin/mkdir -p "/data/my $$kv %%n"' in unit
