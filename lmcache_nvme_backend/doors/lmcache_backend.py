@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,10 +19,12 @@ from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterfac
 
 from lmcache_nvme_backend.doors import lmcache_compat, refusals, scope, start, vllm_plugin
 from lmcache_nvme_backend.doors.counts import Counts
+from lmcache_nvme_backend.doors.host import current_vllm_config, stream_fence
 from lmcache_nvme_backend.doors.identity import namespace_facts, random_seed_warning
 from lmcache_nvme_backend.doors.lmcache_load import LOAD_WAIT_S, ChunkLoader
 from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, device_memory, size_of
 from lmcache_nvme_backend.doors.lmcache_store import ChunkSaver
+from lmcache_nvme_backend.doors.lmcache_values import exported_values
 from lmcache_nvme_backend.doors.pins import PinLedger
 from lmcache_nvme_backend.doors.requests import current_call
 from lmcache_nvme_backend.errors import ConfigError
@@ -78,7 +79,7 @@ class NvmeBackend(AllocatorBackendInterface):
     # -- start and end ------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        vllm_config = _vllm_config()
+        vllm_config = current_vllm_config()
         lmcache_compat.apply_all(with_vllm=vllm_config is not None)
         self.settings = parse_settings(self.config.extra_config)
         refusals.check_lmcache(lambda field: getattr(self.config, field, None))
@@ -92,7 +93,7 @@ class NvmeBackend(AllocatorBackendInterface):
         self._open_store(vllm_config)
         s = self.settings
         self.loader = ChunkLoader(
-            self.store, self._allocator, self._cpu, self.metadata, s.io_threads, _fence(self.dst_device)
+            self.store, self._allocator, self._cpu, self.metadata, s.io_threads, stream_fence(self.dst_device)
         )
         self.saver = ChunkSaver(
             self.store, self._allocator, s.io_threads, s.store_wait_ms / 1000, self._chunk_tokens, self._digest
@@ -414,49 +415,4 @@ class NvmeBackend(AllocatorBackendInterface):
         return int(self.store.clear() * self._chunk_tokens)
 
     def _values(self) -> dict[str, Any]:
-        stats, usage, ring = self.store.stats, self.store.usage(), self._allocator and self._allocator.ring
-        lookups = self._lookups.snapshot()
-        return {
-            "kvtier_chunks_hit_total": lookups.get("hit", 0),
-            "kvtier_chunks_missed_total": lookups.get("missed", 0),
-            "kvtier_chunks_loaded_total": stats.hits,
-            "kvtier_chunks_load_failed_total": {"absent": 0, **self.loader.failed.snapshot()},
-            "kvtier_chunks_stored_total": stats.stores,
-            "kvtier_chunks_dropped_total": {"staging full": 0, **self.saver.dropped.snapshot()},
-            "kvtier_chunks_corrupt_total": sum(stats.corrupt.values()),
-            "kvtier_chunks_evicted_total": stats.evictions,
-            "kvtier_bytes_read_total": stats.bytes_read,
-            "kvtier_bytes_written_total": stats.bytes_written,
-            "kvtier_store_wait_seconds_total": self.saver.waited_s,
-            "kvtier_used_bytes": usage.used_bytes,
-            "kvtier_quota_bytes": usage.quota_bytes,
-            "kvtier_staging_bytes": ring.nbytes if ring else 0,
-            "kvtier_lmcache_cpu_pool_bytes": 0 if self._cpu is None else int(self._cpu.get_memory_allocator().size),
-            "kvtier_staging_slots_free": ring.free if ring else 0,
-            "kvtier_chunks": usage.namespace_chunks,
-            "kvtier_direct_io": self.store.direct_io,
-            "kvtier_degraded": 0,
-        }
-
-
-def _fence(device: str) -> Callable[[], Any]:
-    """An event on the consumer's current stream, where the device has streams; a CPU is done when it returns."""
-    if device == "cpu":
-        return lambda: None
-    from lmcache import torch_dev
-
-    def record() -> Any:
-        event = torch_dev.Event()
-        event.record()
-        return event
-
-    return record
-
-
-def _vllm_config() -> Any | None:
-    """vLLM's configuration of this process, or ``None`` outside vLLM."""
-    if "vllm.config" not in sys.modules:
-        return None
-    from vllm.config import get_current_vllm_config_or_none
-
-    return get_current_vllm_config_or_none()
+        return exported_values(self)
