@@ -28,5 +28,6 @@ def exported_values(backend: Any) -> dict[str, Any]:
         "kvtier_staging_slots_free": ring.free if ring else 0,
         "kvtier_chunks": usage.namespace_chunks,
         "kvtier_direct_io": backend.store.direct_io,
-        "kvtier_degraded": 0,
+        "kvtier_breaker_open": backend.store.stands_aside,
+        "kvtier_degraded": backend.store.stands_aside,
     }

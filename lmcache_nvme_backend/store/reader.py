@@ -7,6 +7,7 @@ import os
 import stat
 
 from lmcache_nvme_backend.store import codec, osio
+from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.direct_io import Pages, Transfer
 from lmcache_nvme_backend.store.format import BLOCK, CODEC_ZSTD, Header, checksum, parse_header
 from lmcache_nvme_backend.store.index import Entry
@@ -32,10 +33,11 @@ class ReadOutcome:
 class Reader:
     """Thread-safe: every call has its own descriptor and its own pages."""
 
-    def __init__(self, layout: Layout, namespace: Namespace, transfer: Transfer) -> None:
+    def __init__(self, layout: Layout, namespace: Namespace, transfer: Transfer, breaker: Breaker) -> None:
         self._layout = layout
         self._namespace = namespace
         self._transfer = transfer
+        self._breaker = breaker
 
     def read(self, key: ChunkKey, entry: Entry, into: memoryview) -> ReadOutcome:
         """Fill `into` with the chunk. On a miss the content of `into` is undefined, never to be used."""
@@ -44,8 +46,8 @@ class Reader:
             fd = osio.open(path, os.O_RDONLY | self._transfer.flags)
         except FileNotFoundError:
             return ReadOutcome(Miss(MissCause.ABSENT))
-        except OSError:
-            return self._not_opened(path)
+        except OSError as error:
+            return self._not_opened(path, error)
         pages = self._transfer.pool.take_pages()
         try:
             found = osio.fstat(fd)
@@ -53,23 +55,28 @@ class Reader:
                 return ReadOutcome(Miss(MissCause.TRUNCATED), inode=found.st_ino)
             result, nbytes = self._fill(fd, pages, key, entry, into)
             self._transfer.finish(fd)
+            self._breaker.worked("read")
             return ReadOutcome(result, nbytes, found.st_ino)
-        except OSError:
-            return ReadOutcome(Miss(MissCause.IO_ERROR))
+        except OSError as error:
+            return self._failed(error)
         finally:
             self._transfer.pool.give_pages(pages)
             osio.close_quietly(fd)
 
-    def _not_opened(self, path: str) -> ReadOutcome:
+    def _failed(self, error: OSError) -> ReadOutcome:
+        self._breaker.failed("read", error)
+        return ReadOutcome(Miss(MissCause.IO_ERROR))
+
+    def _not_opened(self, path: str, error: OSError) -> ReadOutcome:
         """A symlink or a device in a chunk's place is a bad chunk; any other failure says nothing about the file."""
         try:
             found = osio.lstat(path)
         except FileNotFoundError:
             return ReadOutcome(Miss(MissCause.ABSENT))
         except OSError:
-            return ReadOutcome(Miss(MissCause.IO_ERROR))
+            return self._failed(error)
         if stat.S_ISREG(found.st_mode):
-            return ReadOutcome(Miss(MissCause.IO_ERROR))
+            return self._failed(error)
         return ReadOutcome(Miss(MissCause.TRUNCATED), inode=found.st_ino)
 
     def _fill(self, fd: int, pages: Pages, key: ChunkKey, entry: Entry, into: memoryview) -> tuple[GetResult, int]:

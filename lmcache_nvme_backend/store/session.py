@@ -76,6 +76,11 @@ class Session:
         record = _RECORD.pack(_MAGIC, self._namespace, os.getpid(), self.reserved, namespace_bytes)
         osio.pwrite(self._fd, record, 0)
 
+    @property
+    def probe_path(self) -> str:
+        """A temporary's path for one prober at a time, swept with the others."""
+        return f"{self._layout.temp}/{self.id}-0"
+
     def temporary(self) -> str:
         """A path that nobody else uses. Call it inside the account's lock."""
         self._counter += 1

@@ -11,6 +11,7 @@ from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import osio, recovery
 from lmcache_nvme_backend.store import session as sessions
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
+from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
 from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
@@ -20,6 +21,7 @@ from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import Namespace, write_description
 from lmcache_nvme_backend.store.opening import check_root, choose_transfer
 from lmcache_nvme_backend.store.policy import EvictionPolicy, TailFirstLru
+from lmcache_nvme_backend.store.probe import DiskProbe
 from lmcache_nvme_backend.store.reader import Reader
 from lmcache_nvme_backend.store.removal import Removal
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
@@ -64,6 +66,7 @@ class ChunkStore:
         self._in_flight = 0
         self._closed = False
         self._writing: set[ChunkKey] = set()
+        self._breaker: Breaker
         self._transfer: Transfer
         self._reader: Reader
         self._writer: Writer
@@ -129,17 +132,23 @@ class ChunkStore:
         self._transfer = choose_transfer(layout, settings, probe_path, self.warnings)
         if not self._loaded:
             self._load(recovery.NamespaceScan(self._directory))
-        self._reader = Reader(layout, namespace, self._transfer)
-        self._writer = Writer(
-            layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer
+        self._breaker = Breaker(
+            layout.root,
+            DiskProbe(layout, namespace.digest, self._account, self._session, self._index, self._transfer),
         )
+        self._reader = Reader(layout, namespace, self._transfer, self._breaker)
+        self._writer = Writer(
+            layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer,
+            self._breaker,
+        )  # fmt: skip
         for path in (probe_path, description_path):  # gone, unless their removal failed
             self._writer.abandon(path, 0)
         for key, depth, blocks in self._doubles:
             self._remove_file(key, Entry(blocks, depth, None))
         self._upkeep = Upkeep(
-            layout, namespace.digest, settings, self._account, self._session, self._index, self._evictor, self._writer
-        )
+            layout, namespace.digest, settings, self._account, self._session, self._index, self._evictor, self._writer,
+            self._breaker,
+        )  # fmt: skip
         self._upkeep.start()
         self._warn_if_full()
 
@@ -227,7 +236,7 @@ class ChunkStore:
         Refreshes the recency of those found, so that the head ends as the most recent, and pins each once more where
         `pin`. Present means that the file was there when this process last knew; its content is checked by `get`.
         """
-        if self._closed:
+        if self._closed or self._breaker.open:
             return 0
         self._watcher.follow(keys)
         return self._index.use_prefix(keys, pin)
@@ -238,7 +247,7 @@ class ChunkStore:
 
     def pin(self, key: ChunkKey) -> bool:
         """Protect a present chunk from eviction by this store until as many `unpin`. False where it is not present."""
-        return not self._closed and self._index.pin(key)
+        return not self._closed and not self._breaker.open and self._index.pin(key)
 
     def unpin(self, key: ChunkKey) -> bool:
         """Take one pin away. False where there was none."""
@@ -272,6 +281,8 @@ class ChunkStore:
     def _put(
         self, key: ChunkKey, view: memoryview, depth: int, parent: ChunkKey | None, tokens: int
     ) -> tuple[PutResult, int]:
+        if self._breaker.open:
+            return PutResult.ASIDE, 0
         with self._calls:
             if key in self._writing:
                 return PutResult.BUSY, 0
@@ -312,6 +323,8 @@ class ChunkStore:
         return result
 
     def _get(self, key: ChunkKey, into: memoryview) -> tuple[GetResult, int]:
+        if self._breaker.open:
+            return Miss(MissCause.ASIDE), 0
         entry = self._index.get(key)
         if entry is None:
             self._watcher.follow((key,))
@@ -369,6 +382,11 @@ class ChunkStore:
     def directory(self) -> str:
         """This namespace's directory."""
         return self._directory
+
+    @property
+    def stands_aside(self) -> bool:
+        """Whether the disk fails, so that every lookup is a miss and nothing is stored until it works again."""
+        return self._breaker.open
 
     @property
     def direct_io(self) -> bool:

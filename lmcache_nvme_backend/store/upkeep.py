@@ -9,6 +9,7 @@ from typing import Final
 
 from lmcache_nvme_backend.store import osio, recovery
 from lmcache_nvme_backend.store.account import Account
+from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import MAX_UINT32
 from lmcache_nvme_backend.store.index import Index
@@ -42,6 +43,7 @@ class Upkeep:
         index: Index,
         evictor: Evictor,
         writer: Writer,
+        breaker: Breaker,
     ) -> None:
         self._layout = layout
         self._digest = digest
@@ -51,6 +53,7 @@ class Upkeep:
         self._index = index
         self._evictor = evictor
         self._writer = writer
+        self._breaker = breaker
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nvme-store-upkeep", daemon=True)
         self._ranked = False
@@ -68,14 +71,18 @@ class Upkeep:
         """End the thread, after one last write of what is not on disk yet."""
         self._stopping.set()
         self._thread.join()
-        self._flush(limit=len(self._index))
-        self._mark_use()
+        if not self._breaker.open:
+            self._flush(limit=len(self._index))
+            self._mark_use()
 
     def _run(self) -> None:
         if not self._ranked:
             self._rank()
             self._trim()
         while not self._stopping.wait(UPKEEP_INTERVAL_S):
+            self._breaker.try_again()
+            if self._breaker.open:
+                continue
             self._flush(TOUCHES_PER_UPKEEP)
             self._writer.settle()
             self._writer.drop_written_pages()

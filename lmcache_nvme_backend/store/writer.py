@@ -10,6 +10,7 @@ from collections import deque
 
 from lmcache_nvme_backend.store import codec, osio
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
+from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.direct_io import Transfer
 from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, CODEC_ZSTD, MAX_UINT32, Header, blocks_of, checksum
@@ -39,6 +40,7 @@ class Writer:
         index: Index,
         evictor: Evictor,
         transfer: Transfer,
+        breaker: Breaker,
     ) -> None:
         self._layout = layout
         self._namespace = namespace
@@ -48,6 +50,7 @@ class Writer:
         self._index = index
         self._evictor = evictor
         self._transfer = transfer
+        self._breaker = breaker
         self._written: deque[tuple[float, str]] = deque(maxlen=4096)  # buffered writes still in the page cache
         self._abandoned: deque[tuple[str, int]] = deque()  # temporaries of failed writes, and the room they hold
 
@@ -70,8 +73,8 @@ class Writer:
             temporary = self._reserve(nbytes, spare)
         except LockTimeout:
             return PutResult.LOCK_WAIT, 0
-        except OSError:
-            return PutResult.IO_ERROR, 0
+        except OSError as error:
+            return self._failed(error), 0
         if temporary is None:
             return PutResult.QUOTA, 0
         published = False
@@ -87,14 +90,21 @@ class Writer:
                 self._write_file(temporary, header, payload)
             outcome = self._publish(temporary, key, depth, blocks, parent)
             published = outcome is PutResult.STORED
+            self._breaker.worked("write")
             return outcome, len(payload) if outcome is PutResult.STORED else 0
         except LockTimeout:
             return PutResult.LOCK_WAIT, 0
         except OSError as error:
-            return (PutResult.NO_SPACE if error.errno in _FULL else PutResult.IO_ERROR), 0
+            return self._failed(error), 0
         finally:
             if not published:
                 self.abandon(temporary, nbytes)
+
+    def _failed(self, error: OSError) -> PutResult:
+        if error.errno in _FULL:
+            return PutResult.NO_SPACE
+        self._breaker.failed("write", error)
+        return PutResult.IO_ERROR
 
     def _reserve(self, nbytes: int, spare: frozenset[ChunkKey]) -> str | None:
         """A temporary's path, with room for it reserved; None where the quota has none."""
