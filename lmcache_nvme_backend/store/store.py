@@ -172,7 +172,9 @@ class ChunkStore:
         used += recovery.count_store(layout, skip=self.namespace.digest)
         self._foreign_bytes = recovery.count_foreign(layout)
         used += self._foreign_bytes
-        return Ledger(used, sum(peer.reserved for peer in sessions.live_peers(layout)))
+        # This store's own part is known better than from its record, whose last writing may have failed.
+        others = sum(peer.reserved for peer in sessions.live_peers(layout) if peer.session_id != self._session.id)
+        return Ledger(used, others + self._session.reserved)
 
     def _warn_if_full(self) -> None:
         foreign_gib, quota_gib = self._foreign_bytes / 2**30, self._settings.quota_bytes / 2**30
