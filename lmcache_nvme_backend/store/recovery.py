@@ -44,6 +44,17 @@ def file_time(path: str) -> int | None:
         return None
 
 
+def is_gone(path: str) -> bool:
+    """Whether a file is certainly not there: an error that tells nothing about it is no proof."""
+    try:
+        osio.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def shard_chunks(namespace_dir: str, shard: str) -> Iterator[Chunk]:
     chunks, _ = parse_names(list_dir(f"{namespace_dir}/{shard}"), shard)
     return chunks

@@ -345,7 +345,7 @@ class ChunkStore:
 
     def _file_is_there(self, key: ChunkKey, entry: Entry) -> bool:
         path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
-        return recovery.file_time(path) is not None
+        return not recovery.is_gone(path)
 
     def _remove_file(self, key: ChunkKey, entry: Entry, inode: int | None = None) -> bool:
         """Remove a chunk's file, if it is still this inode where one is given: a newer file may be good."""
