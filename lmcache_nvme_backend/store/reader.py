@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
@@ -16,8 +17,8 @@ from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import Namespace
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause
 
-# What open answers for a symlink (ELOOP), and for a directory or device in a file's place.
-_NOT_A_FILE = (NotADirectoryError, IsADirectoryError)
+# A disk's or file system's word on the bytes of one file: asking again would get the same answer.
+_UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 
 
 class ReadOutcome:
@@ -44,7 +45,7 @@ class Reader:
         path = self._layout.chunk(self._namespace.digest, key, entry.depth, entry.blocks)
         try:
             fd = osio.open(path, os.O_RDONLY | self._transfer.flags)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return ReadOutcome(Miss(MissCause.ABSENT))
         except OSError as error:
             return self._not_opened(path, error)
@@ -53,7 +54,13 @@ class Reader:
             found = osio.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != entry.nbytes:
                 return ReadOutcome(Miss(MissCause.TRUNCATED), inode=found.st_ino)
-            result, nbytes = self._fill(fd, pages, key, entry, into)
+            try:
+                result, nbytes = self._fill(fd, pages, key, entry, into)
+            except OSError as error:
+                if error.errno not in _UNREADABLE:
+                    raise
+                self._breaker.failed("read", error)
+                return ReadOutcome(Miss(MissCause.UNREADABLE), inode=found.st_ino)
             self._transfer.finish(fd)
             self._breaker.worked("read")
             return ReadOutcome(result, nbytes, found.st_ino)

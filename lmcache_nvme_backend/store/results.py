@@ -39,6 +39,7 @@ class MissCause(Enum):
     NAME = "name"  # depth in the name and in the header differ
     LENGTH = "length"  # the header's lengths do not agree with each other or with the file
     PAYLOAD_CHECKSUM = "payload checksum"
+    UNREADABLE = "unreadable"  # the disk cannot read this file; another may be readable
     IO_ERROR = "io error"
     TOO_LARGE = "too large for the buffer"
     ASIDE = "stepped aside"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 
 import pytest
@@ -24,6 +25,7 @@ from tests.unit.store.store_helpers import (
 )
 
 KEYS = prefix("kept", 4)
+LONG = prefix("kept", 4 + ERRORS_TO_OPEN)
 
 
 def probe_now(store):
@@ -38,12 +40,12 @@ def probe_now(store):
 def test_loads_that_keep_failing_turn_every_lookup_into_a_miss(root, monkeypatch, call, code):
     """No call reaches the disk then, and when it works again all is there."""
     with open_store(root) as store:
-        put_prefix(store, KEYS)
+        put_prefix(store, LONG)
         with monkeypatch.context() as patch:
             fault = Fault(patch, call, 1, code, for_good=True)
-            for _ in range(ERRORS_TO_OPEN):
+            for key in LONG[4:]:
                 assert not store.stands_aside and store.match(KEYS) == 4
-                assert not holds(store, KEYS[0])
+                assert not holds(store, key)
             assert store.stands_aside
             asked = fault.count
             assert store.match(KEYS) == 0 and not store.contains(KEYS[0]) and not store.pin(KEYS[0])
@@ -96,11 +98,11 @@ def test_the_store_comes_back_by_itself(root, monkeypatch):
     monkeypatch.setattr("lmcache_nvme_backend.store.upkeep.UPKEEP_INTERVAL_S", 0.02)
     monkeypatch.setattr("lmcache_nvme_backend.store.breaker.PROBE_AFTER_S", 0.05)
     with open_store(root) as store:
-        put_prefix(store, KEYS)
+        put_prefix(store, LONG)
         with monkeypatch.context() as patch:
             fault = Fault(patch, "preadv", 1, errno.EIO, for_good=True)
-            for _ in range(ERRORS_TO_OPEN):
-                holds(store, KEYS[0])
+            for key in LONG[4:]:
+                holds(store, key)
             probes = fault.count + 3
             wait_until(lambda: fault.count >= probes)
             assert store.stands_aside
@@ -111,11 +113,11 @@ def test_the_store_comes_back_by_itself(root, monkeypatch):
 def test_a_store_that_stands_aside_closes_at_once(root, monkeypatch):
     """Without a last look at the disk for every chunk."""
     with open_store(root) as store:
-        put_prefix(store, KEYS)
-        store.match(KEYS)
+        put_prefix(store, LONG)
+        store.match(LONG)
         Fault(monkeypatch, "preadv", 1, errno.EIO, for_good=True)
-        for _ in range(ERRORS_TO_OPEN):
-            holds(store, KEYS[0])
+        for key in LONG[4:]:
+            holds(store, key)
         times = Fault(monkeypatch, "utime", 0, 0, for_good=False)
         store.close()
         assert times.count == 0
@@ -130,7 +132,7 @@ def wait_until(condition, seconds=30):
 
 
 def test_a_chunk_on_a_bad_sector_costs_no_other_chunk(root, monkeypatch):
-    """The rest is served, and the store stays in service."""
+    """It is removed, so that no lookup promises it again; the rest is served, and the store stays in service."""
     with open_store(root) as store:
         put_prefix(store, KEYS)
         bad = store._layout.chunk(store.namespace.digest, KEYS[3], 3, store._index.get(KEYS[3]).blocks)
@@ -139,7 +141,7 @@ def test_a_chunk_on_a_bad_sector_costs_no_other_chunk(root, monkeypatch):
 
         def opened(path, flags, mode=0o600):
             fd = real(path, flags, mode)
-            (bad_fds.add if path == bad else bad_fds.discard)(fd)
+            (bad_fds.add if path == bad and not flags & os.O_CREAT else bad_fds.discard)(fd)
             return fd
 
         def failing(fd, buffers, offset):
@@ -149,6 +151,11 @@ def test_a_chunk_on_a_bad_sector_costs_no_other_chunk(root, monkeypatch):
 
         monkeypatch.setattr(osio, "open", opened)
         monkeypatch.setattr(osio, "preadv", failing)
-        for _ in range(3 * ERRORS_TO_OPEN):
-            assert [holds(store, key) for key in KEYS] == [True, True, True, False]
+        assert store.match(KEYS) == 4
+        assert [holds(store, key) for key in KEYS] == [True, True, True, False]
+        assert store.stats.corrupt[MissCause.UNREADABLE] == 1
+        assert store.match(KEYS) == 3 and store.usage().used_bytes == disk_bytes(root)
+        bad = ""
+        assert put(store, KEYS[3], 3, KEYS[2]) is PutResult.STORED
+        assert store.match(KEYS) == 4 and all(holds(store, key) for key in KEYS)
         assert not store.stands_aside
