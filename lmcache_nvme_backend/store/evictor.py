@@ -190,7 +190,7 @@ class Evictor:
             for shard in recovery.list_dir(directory):
                 if shard in recovery.SHARDS:
                     _rmdir_quietly(f"{directory}/{shard}")
-            if recovery.list_dir(directory) in ([], [DESCRIPTION]):
+            if recovery.list_dir(directory) in ([], [DESCRIPTION]) and not recovery.is_link(directory):
                 osio.unlink_quietly(f"{directory}/{DESCRIPTION}")
                 _rmdir_quietly(directory)
             else:

@@ -87,7 +87,12 @@ def rmdir(path: str) -> None:
 
 
 def listdir(path: str) -> list[str]:
-    return os.listdir(path)
+    """The names in a directory, which is not a link to one."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
 
 
 def utime(path: str, ns: int) -> None:

@@ -7,7 +7,7 @@ import mmap
 import os
 import stat
 
-from lmcache_nvme_backend.store import codec, osio
+from lmcache_nvme_backend.store import codec, osio, recovery
 from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.direct_io import Pages, Transfer
 from lmcache_nvme_backend.store.format import BLOCK, CODEC_ZSTD, Header, checksum, parse_header
@@ -44,6 +44,8 @@ class Reader:
         """Fill `into` with the chunk. On a miss the content of `into` is undefined, never to be used."""
         path = self._layout.chunk(self._namespace.digest, key, entry.depth, entry.blocks)
         try:
+            if recovery.leads_outside(path):
+                return ReadOutcome(Miss(MissCause.ABSENT))
             fd = osio.open(path, os.O_RDONLY | self._transfer.flags)
         except (FileNotFoundError, NotADirectoryError):
             return ReadOutcome(Miss(MissCause.ABSENT))

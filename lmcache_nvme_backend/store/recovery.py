@@ -55,6 +55,20 @@ def is_gone(path: str) -> bool:
     return False
 
 
+def is_link(path: str) -> bool:
+    """Whether a link has this name: its target is not the store's. Raises `OSError` where that cannot be told."""
+    return stat.S_ISLNK(osio.lstat(path).st_mode)
+
+
+def leads_outside(path: str) -> bool:
+    """Whether a link has taken the place of a directory of the store on the way to a chunk or a temporary, so that
+    this path would lead to files that are not the store's. Raises `OSError` where that cannot be told."""
+    shard = path.rpartition("/")[0]
+    namespace = shard.rpartition("/")[0]
+    base = namespace.rpartition("/")[0]  # for a temporary these three are temp, the base and the root
+    return is_link(base) or is_link(namespace) or is_link(shard)
+
+
 def shard_chunks(namespace_dir: str, shard: str) -> Iterator[Chunk]:
     chunks, _ = parse_names(list_dir(f"{namespace_dir}/{shard}"), shard)
     return chunks
@@ -62,8 +76,10 @@ def shard_chunks(namespace_dir: str, shard: str) -> Iterator[Chunk]:
 
 def namespace_chunks(namespace_dir: str) -> Iterator[Chunk]:
     """Every chunk of a namespace, by name alone."""
+    there = frozenset(list_dir(namespace_dir))
     for shard in SHARDS:
-        yield from shard_chunks(namespace_dir, shard)
+        if shard in there:
+            yield from shard_chunks(namespace_dir, shard)
 
 
 class NamespaceScan:

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from lmcache_nvme_backend.store import osio
+from lmcache_nvme_backend.store import osio, recovery
 from lmcache_nvme_backend.store.account import Ledger
 from lmcache_nvme_backend.store.layout import Layout
 
@@ -154,7 +154,7 @@ def sweep(layout: Layout, ledger: Ledger) -> int:
             live.add(name)
         else:
             dead.add((name, peer.reserved if peer is not None else 0))
-    for name in osio.listdir(layout.temp):
+    for name in recovery.list_dir_or_raise(layout.temp):
         owner = _TEMPORARY.fullmatch(name)
         if owner is None or owner[1] not in live:
             osio.unlink_quietly(f"{layout.temp}/{name}")

@@ -23,7 +23,7 @@ from lmcache_nvme_backend.store.opening import check_root, choose_transfer
 from lmcache_nvme_backend.store.policy import EvictionPolicy, TailFirstLru
 from lmcache_nvme_backend.store.probe import DiskProbe
 from lmcache_nvme_backend.store.reader import Reader
-from lmcache_nvme_backend.store.removal import Removal
+from lmcache_nvme_backend.store.removal import Removal, remove_file
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
 from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, STORE_LOCK_WAIT_S, StoreSettings
 from lmcache_nvme_backend.store.upkeep import Upkeep
@@ -204,7 +204,7 @@ class ChunkStore:
             self._upkeep.stop()
         try:
             with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
-                osio.unlink(self._session.path)
+                remove_file(self._session.path)
                 ledger.cancel(self._session.reserved)
         except OSError:
             pass  # an unlocked session file is swept by the next store that looks

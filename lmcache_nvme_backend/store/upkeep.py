@@ -117,16 +117,23 @@ class Upkeep:
         self._ranked = True
 
     def _flush(self, limit: int) -> None:
+        outside: dict[int, bool] = {}
         for key, entry, ns in self._index.take_times(limit):
+            path = self._layout.chunk(self._digest, key, entry.depth, entry.blocks)
             try:
-                osio.utime(self._layout.chunk(self._digest, key, entry.depth, entry.blocks), ns)
+                if key[0] not in outside:
+                    outside[key[0]] = recovery.leads_outside(path)
+                if not outside[key[0]]:
+                    osio.utime(path, ns)
             except OSError:
                 pass  # evicted by another process, or a disk that fails: recency is a hint
 
     def _mark_use(self) -> None:
         self._used_at = time.monotonic()
+        path = f"{self._layout.namespace(self._digest)}/{DESCRIPTION}"
         try:
-            osio.utime(f"{self._layout.namespace(self._digest)}/{DESCRIPTION}", time.time_ns())
+            if not recovery.leads_outside(path):
+                osio.utime(path, time.time_ns())
         except OSError:
             pass
 

@@ -8,7 +8,7 @@ import stat
 import time
 from collections import deque
 
-from lmcache_nvme_backend.store import codec, osio
+from lmcache_nvme_backend.store import codec, osio, recovery
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.direct_io import Transfer
@@ -120,9 +120,11 @@ class Writer:
     def _write_file(self, path: str, header: Header, payload: memoryview) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._transfer.flags
         try:
+            if recovery.leads_outside(path):
+                raise NotADirectoryError
             fd = osio.open(path, flags)
-        except FileNotFoundError:
-            osio.make_dir(self._layout.temp)
+        except (FileNotFoundError, NotADirectoryError):
+            osio.make_dir_in_place_of_file(self._layout.temp)
             fd = osio.open(path, flags)
         pages = self._transfer.pool.take_pages()
         try:
@@ -158,6 +160,8 @@ class Writer:
 
     def _is_there(self, path: str, nbytes: int) -> bool:
         try:
+            if recovery.leads_outside(path):
+                return False
             found = osio.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -168,6 +172,8 @@ class Writer:
 
     def _rename(self, temporary: str, path: str, key: ChunkKey) -> None:
         try:
+            if recovery.leads_outside(path):
+                raise NotADirectoryError
             osio.rename(temporary, path)
         except (FileNotFoundError, NotADirectoryError):
             osio.lstat(temporary)  # gone itself, if somebody emptied the root: then this raises
