@@ -237,8 +237,7 @@ def table(rows: dict[str, Row]) -> str:
     lines = ["  ".join(["killed".ljust(width), *(column.rjust(max(9, len(column))) for column in columns)])]
     for name, row in [*rows.items(), ("all", total)]:
         cells = (
-            str(getattr(row, field)).rjust(max(9, len(column)))
-            for field, column in zip(Row.__struct_fields__, columns)
+            str(getattr(row, field)).rjust(max(9, len(column))) for field, column in zip(Row.__struct_fields__, columns)
         )
         lines.append("  ".join([name.ljust(width), *cells]))
     return "\n".join(lines)
