@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Final, Literal
 
+from lmcache_nvme_backend.store import osio
+
 Operation = Literal["read", "write"]
 
 # Errors of one kind in a row that open it. One bad sector fails the load of one chunk, and other chunks load between;
@@ -24,8 +26,7 @@ SETTLED_S: Final = 300.0
 # These tell of a name in the directory, not of the disk; a full disk is handled by eviction.
 _NOT_THE_DISK: Final = frozenset(
     (
-        errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP, errno.ENOSPC,
-        errno.EDQUOT,
+        errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP, *osio.FULL,
     )
 )  # fmt: skip
 

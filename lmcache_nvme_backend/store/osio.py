@@ -15,6 +15,7 @@ import stat
 from collections.abc import Sequence
 
 O_DIRECT = os.O_DIRECT
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a full disk answers
 
 
 def open(path: str, flags: int, mode: int = 0o600) -> int:

@@ -55,7 +55,7 @@ class DiskProbe:
             finally:
                 osio.close_quietly(fd)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk works: eviction deals with it
+            if error.errno not in osio.FULL:  # a full disk works: eviction deals with it
                 raise
         finally:
             osio.unlink_quietly(path)

@@ -64,12 +64,13 @@ class Session:
         try:
             osio.fchmod(fd, 0o600)
             _lock_own(fd)
+            self._fd = fd
+            self.publish(0)
         except OSError:
+            self._fd = -1
             osio.close_quietly(fd)
             osio.unlink_quietly(self.path)
             raise
-        self._fd = fd
-        self.publish(0)
 
     def publish(self, namespace_bytes: int) -> None:
         """Write the record. An error leaves the old one, which a recount then counts."""

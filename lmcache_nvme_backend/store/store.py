@@ -89,9 +89,32 @@ class ChunkStore:
         `warnings`.
         """
         layout = check_root(root, settings)
-        store = cls(layout, namespace, settings, policy or TailFirstLru())
+        policy = policy or TailFirstLru()
         try:
-            store._start()
+            return cls._open(layout, namespace, settings, policy)
+        except OSError as error:
+            if error.errno in osio.FULL and recovery.give_way(layout):
+                try:
+                    return cls._open(layout, namespace, settings, policy, recount=True)
+                except OSError as again:
+                    error = again
+            raise ConfigError(
+                "nvme.path", f"{layout.root}, where the store cannot work: {error}",
+                "a directory on a local disk that this user can write", "Check the disk and its mount.",
+            ) from None  # fmt: skip
+
+    @classmethod
+    def _open(
+        cls,
+        layout: Layout,
+        namespace: Namespace,
+        settings: StoreSettings,
+        policy: EvictionPolicy,
+        recount: bool = False,
+    ) -> ChunkStore:
+        store = cls(layout, namespace, settings, policy)
+        try:
+            store._start(recount)
         except LockTimeout:
             holder = store._account.holder()
             store._abandon()
@@ -102,20 +125,14 @@ class ChunkStore:
                 "a wait within which the other process finishes (counting the files of a large root takes seconds)",
                 "End that process, or raise nvme.lock_wait_s.",
             ) from None
-        except OSError as error:
-            store._abandon()
-            raise ConfigError(
-                "nvme.path", f"{layout.root}, where the store cannot work: {error}",
-                "a directory on a local disk that this user can write", "Check the disk and its mount.",
-            ) from None  # fmt: skip
         except BaseException:
             store._abandon()
             raise
         return store
 
-    def _start(self) -> None:
+    def _start(self, recount: bool) -> None:
         layout, namespace, settings = self._layout, self.namespace, self._settings
-        with self._account.locked(settings.lock_wait_s) as ledger:
+        with self._account.locked(settings.lock_wait_s, force_recount=recount) as ledger:
             self._session.ensure()
             sessions.sweep(layout, ledger)
             osio.make_dir_in_place_of_file(self._directory)

@@ -23,8 +23,6 @@ from lmcache_nvme_backend.store.results import PutResult
 from lmcache_nvme_backend.store.session import Session
 from lmcache_nvme_backend.store.settings import STORE_LOCK_WAIT_S, WRITE_BACK_S, StoreSettings
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-
 
 class Writer:
     """Thread-safe. Room is reserved in the account before the first byte is written, so the disk's use never passes
@@ -82,7 +80,7 @@ class Writer:
             try:
                 self._write_file(temporary, header, payload)
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in osio.FULL:
                     raise
                 osio.unlink_quietly(temporary)
                 if not self._evictor.free(2 * nbytes, spare):
@@ -101,7 +99,7 @@ class Writer:
                 self.abandon(temporary, nbytes)
 
     def _failed(self, error: OSError) -> PutResult:
-        if error.errno in _FULL:
+        if error.errno in osio.FULL:
             return PutResult.NO_SPACE
         self._breaker.failed("write", error)
         return PutResult.IO_ERROR
