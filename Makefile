@@ -8,10 +8,13 @@ OVERLAYS := .cache/lmcache
 OVERLAY_VERSIONS := 0.5.4 0.5.5
 PYTEST = $(VENV)/bin/python -m pytest
 # Quick ones first; a folder of tests/ that is not named here is not run.
-TESTS := $(addprefix tests/,unit integration patches proxy engine)
+TESTS := $(addprefix tests/,unit faults integration patches proxy engine)
+# How often `make faults` kills a process, and how long its threads race, in seconds.
+KILLS ?= 1000
+RACE ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-integration test-engine test-proxy test-patches lint overlays clean
+.PHONY: help setup demo test test-unit test-integration test-engine test-proxy test-patches faults lint overlays clean
 
 help:
 	@echo 'make demo              a prompt survives an engine restart, shown on this machine without a GPU'
@@ -21,6 +24,7 @@ help:
 	@echo 'make test-engine       the real vLLM on the CPU'
 	@echo 'make test-proxy        the real LiteLLM proxy'
 	@echo 'make test-patches      every affected release of vLLM (minutes, some 130 MB each)'
+	@echo 'make faults            the long fault campaign: a thousand kills, every failing call, races (some ten minutes)'
 	@echo 'make lint              ruff and mypy'
 	@echo 'make clean             remove the environment and what was fetched into this folder'
 
@@ -31,7 +35,7 @@ demo: $(READY)
 # One pytest for all of it, so that its summary is the last word; .ci/run reads the status that make would change to 2.
 test: $(READY) overlays
 	@mkdir -p .cache && rm -f .cache/pytest-status
-	@$(PYTEST) -m 'not matrix' $(TESTS); status=$$?; echo $$status > .cache/pytest-status; exit $$status
+	@$(PYTEST) -m 'not matrix and not long' $(TESTS); status=$$?; echo $$status > .cache/pytest-status; exit $$status
 
 test-unit: $(READY)
 	@$(PYTEST) tests/unit
@@ -48,6 +52,13 @@ test-proxy: $(READY)
 # Every release of the matrix, some 130 MB each at the first run; `make test` takes two of them.
 test-patches: $(READY)
 	@$(PYTEST) tests/patches tests/unit/kvpatches
+
+# The short forms of these are part of `make test`; docs/reliability.md has the figures of the last long run.
+faults: $(READY)
+	@$(VENV)/bin/python -m tests.faults.campaign --kills $(KILLS)
+	@$(VENV)/bin/python -m tests.faults.stress --seconds $(RACE)
+	@$(VENV)/bin/python -m tests.faults.stress --seconds $(RACE) --codec zstd
+	@$(PYTEST) tests/faults
 
 lint: $(READY)
 	@$(VENV)/bin/ruff check .

@@ -60,7 +60,10 @@ def is_gone(path: str) -> bool:
 
 def is_link(path: str) -> bool:
     """Whether a link has this name: its target is not the store's. Raises `OSError` where that cannot be told."""
-    return stat.S_ISLNK(osio.lstat(path).st_mode)
+    try:
+        return stat.S_ISLNK(osio.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def leads_outside(path: str) -> bool:

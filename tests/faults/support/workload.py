@@ -56,7 +56,7 @@ class Workload:
         self._into = aligned(bytes(LARGEST))
 
     def turn(self) -> None:
-        keys = self._chance.choice(PREFIXES)
+        keys = self._chance.choice(PREFIXES[:5] if self._chance.random() < 0.6 else PREFIXES)  # some are in favour
         share = self._chance.random()
         if share < 0.6:
             self._store_prefix(keys)
