@@ -357,7 +357,9 @@ class ChunkStore:
             self._index.discard(key, entry)  # another process evicted it
         elif outcome.result.cause.corrupt:
             self._index.discard(key, entry)
-            self._remove_file(key, entry, outcome.inode)
+            if not self._remove_file(key, entry, outcome.inode) and outcome.inode is not None:
+                path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
+                self._writer.remove_later(path, entry.nbytes, outcome.inode)
         return outcome.result, outcome.nbytes
 
     def _file_is_there(self, key: ChunkKey, entry: Entry) -> bool:

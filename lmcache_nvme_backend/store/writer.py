@@ -51,6 +51,7 @@ class Writer:
         self._breaker = breaker
         self._written: deque[tuple[float, str]] = deque(maxlen=4096)  # buffered writes still in the page cache
         self._abandoned: deque[tuple[str, int]] = deque()  # temporaries of failed writes, and the room they hold
+        self._bad: deque[tuple[str, int, int]] = deque()  # bad chunks that are still there: path, size, inode
 
     def write(
         self, key: ChunkKey, raw: memoryview, depth: int, parent: ChunkKey | None, tokens: int
@@ -207,9 +208,15 @@ class Writer:
         self._abandoned.append((temporary, nbytes))
         self.settle()
 
+    def remove_later(self, path: str, nbytes: int, inode: int) -> None:
+        """A bad chunk could not be removed; nobody knows of it any more, so this is the only way to its room."""
+        self._bad.append((path, nbytes, inode))
+
     def settle(self) -> None:
-        """Remove what failed writes have left and give back its room. What cannot be done now, since the lock is not
-        to be had or the file not to be removed, keeps its room and is tried again by the next call."""
+        """Remove what failed writes and failed removals have left and give back its room. What cannot be done now,
+        since the lock is not to be had or the file not to be removed, keeps its room and is tried again by the next
+        call."""
+        self._settle_bad()
         while self._abandoned:
             try:
                 temporary, nbytes = self._abandoned.popleft()
@@ -225,3 +232,24 @@ class Writer:
             except OSError:
                 self._abandoned.append((temporary, nbytes))
                 return
+
+    def _settle_bad(self) -> None:
+        for _ in range(len(self._bad)):
+            try:
+                path, nbytes, inode = bad = self._bad.popleft()
+            except IndexError:
+                return
+            try:
+                with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+                    found = osio.lstat(path)
+                    if found.st_ino != inode or not stat.S_ISREG(found.st_mode):
+                        continue  # a good one has taken its place, or it is somebody's directory
+                    removed = remove_file(path)
+                    if removed:
+                        ledger.free(nbytes)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                removed = False
+            if removed is False:
+                self._bad.append(bad)

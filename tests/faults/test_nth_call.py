@@ -12,6 +12,7 @@ from tests.faults.support.injection import CALLS, ERRORS, Fault
 from tests.unit.store.store_helpers import (
     NAMESPACE,
     OTHER_NAMESPACE,
+    chunk_path,
     disk_bytes,
     holds,
     open_descriptors,
@@ -25,6 +26,8 @@ from tests.unit.store.store_helpers import (
 
 def use_everything(store):
     """One of each: a lookup, loads, stores with and without an eviction, removals, upkeep."""
+    bad = prefix("bad", 1)[0]
+    assert not holds(store, bad)
     store.match(prefix("old", 3), pin=True)
     for key in prefix("old", 3):
         holds(store, key)
@@ -38,6 +41,15 @@ def use_everything(store):
     store._upkeep._trim()
     store.contains(prefix("absent", 1)[0])
     store.usage()
+
+
+def put_bad(store):
+    """A chunk that will not pass the check of its bytes."""
+    bad = prefix("bad", 1)[0]
+    put(store, bad)
+    with chunk_path(store, bad).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"damaged")
 
 
 def check_recovered(store, root):
@@ -79,6 +91,7 @@ def sweep(root, monkeypatch, call, code_of, for_good):
             store._upkeep._stopping.set()
             store._upkeep._thread.join()
             put_prefix(store, prefix("old", 3))
+            put_bad(store)
             descriptors = open_descriptors()
             with monkeypatch.context() as patch:
                 fault = Fault(patch, call, nth, code_of(nth), for_good)
