@@ -7,6 +7,8 @@ OVERLAYS := .cache/lmcache
 # The releases besides the installed one that the adaptations are tested against.
 OVERLAY_VERSIONS := 0.5.4 0.5.5
 PYTEST = $(VENV)/bin/python -m pytest
+# Two files at a time: starting an engine keeps little more than one core busy, and three of them fit into 24 GiB twice.
+BESIDE := -n 2 --dist loadfile
 # Quick ones first; a folder of tests/ that is not named here is not run.
 TESTS := $(addprefix tests/,unit integration patches proxy engine)
 
@@ -31,16 +33,16 @@ demo: $(READY)
 # One pytest for all of it, so that its summary is the last word; .ci/run reads the status that make would change to 2.
 test: $(READY) overlays
 	@mkdir -p .cache && rm -f .cache/pytest-status
-	@$(PYTEST) -m 'not matrix' $(TESTS); status=$$?; echo $$status > .cache/pytest-status; exit $$status
+	@$(PYTEST) $(BESIDE) -m 'not matrix' $(TESTS); status=$$?; echo $$status > .cache/pytest-status; exit $$status
 
 test-unit: $(READY)
-	@$(PYTEST) tests/unit
+	@$(PYTEST) $(BESIDE) tests/unit
 
 test-integration: $(READY) overlays
 	@$(PYTEST) tests/integration
 
 test-engine: $(READY)
-	@$(PYTEST) tests/engine
+	@$(PYTEST) $(BESIDE) tests/engine
 
 test-proxy: $(READY)
 	@$(PYTEST) tests/proxy

@@ -1,17 +1,18 @@
-"""A prompt survives its engine: killed, started again, and beside another one on the same root."""
+"""A prompt survives its engine: killed, started again, beside another one on the same root, in a pool too small."""
 
 from __future__ import annotations
 
 import os
 import re
-import threading
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from .conftest import CHUNK, Tiered, text
+from .conftest import CHUNK, start_together, text
 
 PROMPT = text(700, seed=1)
+# 135 blocks of 32 tokens: a prompt of this file fits, and so do three of some 1,200 tokens, but not with their answers.
+SMALL_POOL = ("--block-size", "32", "--num-gpu-blocks-override", "135", "--max-num-seqs", "4")
 
 
 @pytest.fixture(scope="module")
@@ -22,25 +23,14 @@ def life(start_engine, tmp_path_factory):
     """
     root = tmp_path_factory.mktemp("root")
     told = {}
-    with start_engine(root, env={"PYTHONHASHSEED": None}) as first:
+    spec = {"env": {"PYTHONHASHSEED": None}, "args": SMALL_POOL}
+    with start_engine(root, **spec) as first:
         told["cold"] = first.ask(PROMPT)
         told["repeat"] = first.ask(PROMPT)
         first.wait_stored()
         told["first log"] = first.log()
         first.engine.kill()
-    with ExitStack() as stack:
-        engines: list[Tiered | None] = [None, None]
-
-        def start(i: int) -> None:
-            engines[i] = stack.enter_context(start_engine(root, env={"PYTHONHASHSEED": None}))
-
-        threads = [threading.Thread(target=start, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert engines[0] is not None and engines[1] is not None
-        told["second"], told["third"] = engines
+    with start_together([lambda: start_engine(root, **spec)] * 2) as (told["second"], told["third"]):
         yield told
 
 
@@ -66,6 +56,30 @@ def test_two_engines_serve_from_one_root_at_the_same_time(life):
 def test_stable_keys_are_not_warned_about(life):
     """With sha256_cbor and no PYTHONHASHSEED the keys survive, so nothing is said."""
     assert "PYTHONHASHSEED is not set" not in life["first log"]
+
+
+def test_preempted_requests_reload_and_end_with_equal_text(life):
+    """Three requests whose answers do not fit into the pool together: what vLLM preempts loses its blocks to those
+    that run on, reloads them from NVMe, and ends as it does alone."""
+    engine = life["second"]
+    prompts = [text(250, seed=30 + i) for i in range(3)]
+    alone = []
+    for prompt in prompts:
+        alone.append(engine.ask(prompt, max_tokens=500, ignore_eos=True))
+        engine.wait_stored()
+    engine.forget()
+    preempted = engine.engine.metrics().value("vllm:num_preemptions_total")
+    tokens = engine.tokens("external_kv_transfer")
+    loaded = engine.metric("kvtier_chunks_loaded_total")
+    failed = engine.metric("kvtier_chunks_load_failed_total")
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda p: engine.ask(p, max_tokens=500, ignore_eos=True), prompts))
+    assert engine.engine.metrics().value("vllm:num_preemptions_total") > preempted
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+    # Each prompt once from disk, and at least one of them again after its preemption.
+    assert engine.metric("kvtier_chunks_loaded_total") > loaded + sum(a.prompt_tokens // CHUNK for a in alone)
+    assert engine.tokens("external_kv_transfer") > tokens
+    assert engine.metric("kvtier_chunks_load_failed_total") == failed
 
 
 DAMAGE = {
