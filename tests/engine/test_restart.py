@@ -9,21 +9,25 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from .conftest import CHUNK, start_together, text
+from .support.adapters import write_adapter
 
 PROMPT = text(700, seed=1)
 # 135 blocks of 32 tokens: a prompt of this file fits, and so do three of some 1,200 tokens, but not with their answers.
+ADAPTERS = ("red", "blue")
 SMALL_POOL = ("--block-size", "32", "--num-gpu-blocks-override", "135", "--max-num-seqs", "4")
 
 
 @pytest.fixture(scope="module")
-def life(start_engine, tmp_path_factory):
+def life(start_engine, model, tmp_path_factory):
     """One engine asked twice and killed in the middle of the day; at once two new ones on its root.
 
     PYTHONHASHSEED is not set: under sha256_cbor the keys are stable without it.
     """
-    root = tmp_path_factory.mktemp("root")
+    root, adapters = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("adapters")
     told = {}
-    spec = {"env": {"PYTHONHASHSEED": None}, "args": SMALL_POOL}
+    modules = [f"{name}={write_adapter(adapters / name, model, seed)}" for seed, name in enumerate(ADAPTERS)]
+    lora = ("--enable-lora", "--max-loras", "2", "--lora-modules", *modules)
+    spec = {"env": {"PYTHONHASHSEED": None}, "args": (*SMALL_POOL, *lora)}
     with start_engine(root, **spec) as first:
         told["cold"] = first.ask(PROMPT)
         told["repeat"] = first.ask(PROMPT)
@@ -155,6 +159,30 @@ def test_salts_do_not_share(life):
         assert answer.text == salted.text
         assert (tokens > 0) is found
         engine.wait_stored()
+
+
+def test_adapters_do_not_share(life):
+    """One prompt on the base model and on two LoRA adapters: each is served its own KV and says its own text."""
+    engine, prompt = life["second"], text(500, seed=21)
+    models = [None, *ADAPTERS]
+    right = {}
+    for model in models:
+        engine.forget()
+        right[model], tokens = engine.from_tier(prompt, **({"model": model} if model else {}))
+        assert tokens == 0
+        engine.wait_stored()
+    assert len({answer.text for answer in right.values()}) == len(models)
+    for model in models:
+        engine.forget()
+        answer, tokens = engine.from_tier(prompt, **({"model": model} if model else {}))
+        assert answer.text == right[model].text
+        assert tokens >= 4 * CHUNK
+
+
+def test_the_tier_tests_itself_before_it_serves(life):
+    """Each engine's start carried a chunk through the tier and compared it."""
+    assert life["first log"].count("self-test passed") == 1
+    assert life["second"].log().count("self-test passed") == 1
 
 
 def test_the_engines_own_metrics_tell_what_the_tier_does(life):
