@@ -13,7 +13,7 @@ BESIDE := -n 2 --dist loadfile
 TESTS := $(addprefix tests/,unit integration patches proxy engine)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-integration test-engine test-proxy test-patches lint overlays clean
+.PHONY: help setup demo test test-unit test-integration test-engine test-proxy test-patches soak lint overlays clean
 
 help:
 	@echo 'make demo              a prompt survives an engine restart, shown on this machine without a GPU'
@@ -23,6 +23,7 @@ help:
 	@echo 'make test-engine       the real vLLM on the CPU'
 	@echo 'make test-proxy        the real LiteLLM proxy'
 	@echo 'make test-patches      every affected release of vLLM (minutes, some 130 MB each)'
+	@echo 'make soak              a real engine for ten minutes while its cache directory is damaged (some 25 minutes in all)'
 	@echo 'make lint              ruff and mypy'
 	@echo 'make clean             remove the environment and what was fetched into this folder'
 
@@ -50,6 +51,10 @@ test-proxy: $(READY)
 # Every release of the matrix, some 130 MB each at the first run; `make test` takes two of them.
 test-patches: $(READY)
 	@$(PYTEST) tests/patches tests/unit/kvpatches
+
+# SOAK takes options: make soak SOAK='--minutes 60 --json result.json'
+soak: $(READY)
+	@$(VENV)/bin/python -m tests.soak $(SOAK)
 
 lint: $(READY)
 	@$(VENV)/bin/ruff check .
