@@ -8,7 +8,7 @@ OVERLAYS := .cache/lmcache
 OVERLAY_VERSIONS := 0.5.4 0.5.5
 PYTEST = $(VENV)/bin/python -m pytest
 # Two files at a time: starting an engine keeps little more than one core busy, and three of them fit into 24 GiB twice.
-BESIDE := -n 2 --dist loadfile
+BESIDE := -n 2 --dist loadfile --max-worker-restart 0
 # Quick ones first; a folder of tests/ that is not named here is not run.
 TESTS := $(addprefix tests/,unit integration patches proxy engine)
 
