@@ -55,7 +55,7 @@ class ChunkStore:
         self._loaded = False
         self._foreign_bytes = 0  # as of the last count
         self._doubles: list[recovery.Chunk] = []
-        self._session = sessions.Session(layout, namespace.raw_digest)
+        self._session = sessions.Session(layout, namespace.raw_digest, settings.quota_bytes)
         self._account = Account(layout.account, self._recount)
         self._directory = layout.namespace(namespace.digest)
         self._watcher = Watcher(layout, self._session, namespace.digest, self._index)
