@@ -135,8 +135,8 @@ def show_plan(plans: Sequence[Plan], console: Console) -> None:
         for choice in plan.choices:
             _show_head(plan.survey, choice.part, console)
             console.print(
-                f"    to go: {words.size(choice.nbytes)} of {words.size(choice.part.nbytes)}, {count(len(choice.files))} "
-                f"chunks; last used {words.ago(choice.part.used_ns, plan.survey.taken_ns)}",
+                f"    to go: {words.size(choice.nbytes)} of {words.size(choice.part.nbytes)}, "
+                f"{count(len(choice.files))} chunks; last used {words.ago(choice.part.used_ns, plan.survey.taken_ns)}",
                 highlight=False,
             )
         console.print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import PurePath
 from typing import Any
 
 from kvtier.units import GIB, KIB, MIB
@@ -14,7 +13,7 @@ _SHORT = 12
 def title(part: Part) -> str:
     """What a person calls it: the model's name, else its identity."""
     if part.model_name:
-        return PurePath(part.model_name).name or part.model_name
+        return part.model_name
     model = (part.facts or {}).get("model")
     return _shortened(model) if isinstance(model, str) else "unknown: no namespace.json"
 
