@@ -115,6 +115,7 @@ class ChunkStore:
         with self._account.locked(settings.lock_wait_s) as ledger:
             self._session.ensure()
             sessions.sweep(layout, ledger)
+            self._watcher.begin()
             osio.make_dir_in_place_of_file(self._directory)
             alone = all(peer.session_id == self._session.id for peer in sessions.live_peers(layout))
             if alone and not self._loaded:

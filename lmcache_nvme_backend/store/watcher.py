@@ -33,6 +33,13 @@ class Watcher:
         self._shared = False
         self._shards_ns: dict[int, int] = {}
 
+    def begin(self) -> None:
+        """Call it before the index is read, with this store's session there: who comes from now on is noticed."""
+        try:
+            self._seen_ns = osio.lstat(self._layout.sessions).st_mtime_ns
+        except OSError:
+            pass
+
     def follow(self, keys: Sequence[ChunkKey]) -> None:
         """Bring the index up to date for a lookup of this prefix."""
         self._read_sessions()
