@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,9 +76,8 @@ def verify(
             )  # fmt: skip
         chunks, nbytes = verification.size(tree)
         began = time.monotonic()
-        with _bar() as bar:
-            task = bar.add_task(f"{chunks:,} chunks", total=nbytes)
-            found = verification.verify(tree, remove_bad, lambda done: bar.advance(task, done))
+        with _bar(f"{chunks:,} chunks", nbytes, bytes_moved=True) as advance:
+            found = verification.verify(tree, remove_bad, advance)
     seconds = time.monotonic() - began
     _write_json({"seconds": seconds, "sound": found.sound, **msgspec.to_builtins(found)}, target)
     if target != "-":
@@ -135,11 +134,11 @@ def prune(
     removed: Removed | None = None
     if not dry_run and anything and (yes or _confirmed()):
         removed = Removed()
-        with _reading(root), _bar(bytes_moved=False) as bar:
-            task = bar.add_task("removed", total=sum(plan.chunks for plan in plans))
+        chunks = sum(plan.chunks for plan in plans)
+        with _reading(root), _bar("removed", chunks, bytes_moved=False) as advance:
             for tree, plan in zip(trees, plans):
                 if plan.choices:
-                    removed.add(pruning.prune(tree, plan, lambda chunks, nbytes: bar.advance(task, chunks)))
+                    removed.add(pruning.prune(tree, plan, lambda chunks, nbytes: advance(chunks)))
         if target != "-":
             tables.show_removed(removed, console)
     _write_json({"plans": [pruning.as_json(plan) for plan in plans], "removed": removed}, target)
@@ -168,13 +167,17 @@ def _reading(root: Path) -> Iterator[None]:
         raise unreadable(root, error) from None
 
 
-def _bar(bytes_moved: bool = True) -> Progress:
-    """On standard error, and only where that is a terminal."""
+@contextmanager
+def _bar(what: str, total: int, bytes_moved: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, where that is a terminal; gives the function that moves it on."""
+    if not errors.is_terminal:
+        yield lambda done: None
+        return
     parts = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if bytes_moved else (MofNCompleteColumn(),)
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), *parts, TimeRemainingColumn(),
-        console=errors, transient=True, disable=not errors.is_terminal,
-    )  # fmt: skip
+    columns = (TextColumn("{task.description}"), BarColumn(), *parts, TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done: progress.advance(task, done)
 
 
 def _write_json(value: Any, target: str | None) -> None:

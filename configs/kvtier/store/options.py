@@ -10,7 +10,7 @@ from kvtier.units import GIB
 from lmcache_nvme_backend.errors import ConfigError
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)", re.ASCII)
 # A hundred years: what is longer is a slip of the hand.
 _LONGEST_S = 100 * 365 * 86_400
 
