@@ -1,7 +1,7 @@
 """The directory of vLLM's own `fs` tier, seen from outside.
 
 It has no quota, no account and no sessions, and leaves a folder behind for every configuration that ever ran. Read in
-vLLM 0.32 (`vllm/v1/kv_offload/file_mapper.py`, `tiering/fs/`):
+vLLM 0.32 (`vllm/v1/kv_offload/file_mapper.py`, `tiering/fs/`), and the same in the first release that had the tier:
 
 ::
 
@@ -36,7 +36,7 @@ _RANK = re.compile(r"(.*_[0-9a-f]{12})_r(\d+)", re.DOTALL)
 _OUTER = re.compile(r"[0-9a-f]{3}")
 _INNER = re.compile(r"([0-9a-f]{2})_g\d+")
 _BLOCK = re.compile(r"([0-9a-f]{8,})\.bin")
-_TEMPORARY = re.compile(r"[0-9a-f]{8,}\.bin_\d+\.tmp|\.o_direct_probe_\d+\.tmp")
+_TEMPORARY = re.compile(r"[0-9a-f]{8,}\.bin(?:_\d+)?\.tmp|\.o_direct_probe_\d+\.tmp")
 # A temporary younger than this may be a write in flight; one write takes milliseconds.
 YOUNG_TEMPORARY_S: Final = 3600
 # Empty folders of a configuration go only where it has been idle for this long: a running engine makes its folders

@@ -44,7 +44,8 @@ def details(part: Part) -> str:
 
 def _vllm_details(facts: dict[str, Any]) -> str:
     found = [_text(facts, "dtype", "{}"), _text(facts, "tp_size", "tp {}"), _text(facts, "pp_size", "pp {}", unless=1)]
-    found += [_text(facts, "tokens_per_hash", "{} tokens a block"), _text(facts, "blocks_per_file", "{} blocks a file")]
+    for tokens, blocks in (("tokens_per_hash", "blocks_per_file"), ("hash_block_size", "gpu_blocks_per_file")):
+        found += [_text(facts, tokens, "{} tokens a block"), _text(facts, blocks, "{} blocks a file")]
     return ", ".join(text for text in found if text)
 
 
