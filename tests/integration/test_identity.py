@@ -32,7 +32,7 @@ TOKENS = 2 * CHUNK
 MARK = {TAG_FIELD: BASE}
 CONFIGURATION = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
-    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 30000,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 30000,
     "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
 }  # fmt: skip
 
