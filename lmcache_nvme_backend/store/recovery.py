@@ -51,7 +51,7 @@ def shard_chunks(namespace_dir: str, shard: str) -> Iterator[Chunk]:
 
 def namespace_chunks(namespace_dir: str) -> Iterator[Chunk]:
     """Every chunk of a namespace, by name alone."""
-    there = set(list_dir(namespace_dir))  # a symlink in the namespace's place, or a shard's, is not followed
+    there = frozenset(list_dir(namespace_dir))
     for shard in SHARDS:
         if shard in there:
             yield from shard_chunks(namespace_dir, shard)
