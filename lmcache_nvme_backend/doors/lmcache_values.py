@@ -29,5 +29,5 @@ def exported_values(backend: Any) -> dict[str, Any]:
         "kvtier_chunks": usage.namespace_chunks,
         "kvtier_direct_io": backend.store.direct_io,
         "kvtier_breaker_open": backend.store.stands_aside,
-        "kvtier_degraded": backend.store.stands_aside,
+        "kvtier_degraded": backend.withdrawn or backend.store.stands_aside,
     }

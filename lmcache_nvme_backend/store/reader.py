@@ -14,7 +14,7 @@ from lmcache_nvme_backend.store.format import BLOCK, CODEC_ZSTD, Header, checksu
 from lmcache_nvme_backend.store.index import Entry
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
-from lmcache_nvme_backend.store.namespace import Namespace
+from lmcache_nvme_backend.store.namespace import NamespaceDigest
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause
 
 # A disk's or file system's word on the bytes of one file: asking again would get the same answer.
@@ -34,7 +34,9 @@ class ReadOutcome:
 class Reader:
     """Thread-safe: every call has its own descriptor and its own pages."""
 
-    def __init__(self, layout: Layout, namespace: Namespace, transfer: Transfer, breaker: Breaker) -> None:
+    def __init__(
+        self, layout: Layout, namespace: NamespaceDigest, transfer: Transfer, breaker: Breaker | None = None
+    ) -> None:
         self._layout = layout
         self._namespace = namespace
         self._transfer = transfer
@@ -61,10 +63,11 @@ class Reader:
             except OSError as error:
                 if error.errno not in _UNREADABLE:
                     raise
-                self._breaker.failed("read", error)
+                self._failed(error)
                 return ReadOutcome(Miss(MissCause.UNREADABLE), inode=found.st_ino)
             self._transfer.finish(fd)
-            self._breaker.worked("read")
+            if self._breaker is not None:
+                self._breaker.worked("read")
             return ReadOutcome(result, nbytes, found.st_ino)
         except OSError as error:
             return self._failed(error)
@@ -73,7 +76,8 @@ class Reader:
             osio.close_quietly(fd)
 
     def _failed(self, error: OSError) -> ReadOutcome:
-        self._breaker.failed("read", error)
+        if self._breaker is not None:
+            self._breaker.failed("read", error)
         return ReadOutcome(Miss(MissCause.IO_ERROR))
 
     def _not_opened(self, path: str, error: OSError) -> ReadOutcome:

@@ -57,7 +57,7 @@ class ChunkStore:
         self._loaded = False
         self._foreign_bytes = 0  # as of the last count
         self._doubles: list[recovery.Chunk] = []
-        self._session = sessions.Session(layout, namespace.raw_digest)
+        self._session = sessions.Session(layout, namespace.raw_digest, settings.quota_bytes)
         self._account = Account(layout.account, self._recount)
         self._directory = layout.namespace(namespace.digest)
         self._watcher = Watcher(layout, self._session, namespace.digest, self._index)
@@ -135,6 +135,7 @@ class ChunkStore:
         with self._account.locked(settings.lock_wait_s, force_recount=recount) as ledger:
             self._session.ensure()
             sessions.sweep(layout, ledger)
+            self._watcher.begin()
             osio.make_dir_in_place_of_file(self._directory)
             alone = all(peer.session_id == self._session.id for peer in sessions.live_peers(layout))
             if alone and not self._loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Iterator
@@ -157,6 +158,18 @@ def wait_for_slots(backend: Any) -> None:
     deadline = time.monotonic() + 10
     while ring is not None and ring.free < ring.slots and time.monotonic() < deadline:
         time.sleep(0.005)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_engines() -> Iterator[None]:
+    """Every LMCache engine collects all garbage, a second where vLLM is loaded, and looks around for its telemetry,
+    two more: neither is what the tests are about."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LMCACHE_TRACK_USAGE", "false")
+        gc.collect()
+        gc.freeze()
+        yield
+        gc.unfreeze()
 
 
 @pytest.fixture
