@@ -44,7 +44,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def damage(root: Path, keys: list[bytes]) -> dict[str, str]:
-    """Seven kinds of damage, one a chunk: file name -> the cause that is to be found."""
+    """Damage of each kind, one a chunk: file name -> the cause that is to be found."""
     with open_store(root) as store, open_store(root, namespace=OTHER_NAMESPACE) as other:
         put_prefix(store, keys)
         paths = [chunk_path(store, key) for key in keys]
