@@ -19,13 +19,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from machine import cpu_seconds, drop_page_cache, machine, peak_growth, tool_version
+from machine import cpu_seconds, drop_page_cache, machine, peak_growth, resident_bytes, tool_version
 from rich.console import Console
 from rich.table import Table
 from rows import Row, number, write_json
@@ -40,11 +41,12 @@ STAGING_MIB = 256
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One transfer of the whole context."""
+    """One transfer of the whole context. `resident` is the peak above what the process held before it opened."""
 
     seconds: float
     cpu_s: float
-    rss_growth: int  # bytes
+    rss_growth: int = 0  # bytes
+    resident: int = 0
 
 
 def lmcache_config(subject: str, directory: Path, nbytes: int) -> dict[str, Any]:
@@ -136,6 +138,7 @@ class LmcacheSubject:
 
         torch.set_num_threads(1)  # the connector's copy is one thread's, as in an engine's worker
         self.context = Context(chunk_bytes, chunks)
+        self._before_opening = resident_bytes()
         metadata = LMCacheMetadata(
             model_name="line-rate", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0,
             kv_dtype=torch.bfloat16, kv_shape=self.context.kv_shape, role="worker", chunk_size=CHUNK_TOKENS,
@@ -158,7 +161,12 @@ class LmcacheSubject:
         self._prompt = [(self._round << 24) + i for i in range(self.context.tokens)]
         keys = [key for _, _, key in self.engine.token_database.process_tokens(self._prompt)]
         kv = {"kvcaches": self.context.layers, "slot_mapping": self.context.source, "offset": 0}
-        sample = timed(lambda: (self.engine.store(self._prompt, req_id=f"s{self._round}", **kv), self._settle(keys)))
+
+        def store() -> None:
+            self.engine.store(self._prompt, req_id=f"s{self._round}", **kv)
+            self._settle(keys)
+
+        sample = timed(store, self._before_opening)
         if not all(self.backend.contains(key) for key in keys):
             raise RuntimeError("not every chunk was stored")
         return sample
@@ -182,7 +190,7 @@ class LmcacheSubject:
             loaded.append(int(self.engine.retrieve(self._prompt, mask, req_id=request, **kv).sum()))
 
         found = self.engine.lookup(self._prompt, lookup_id=request, pin=True)
-        sample = timed(load)
+        sample = timed(load, self._before_opening)
         self.engine.lookup_unpin(request)
         if found != len(self._prompt) or loaded != [found] or not self.context.arrived():
             raise RuntimeError(f"looked up {found}, loaded {loaded} of {len(self._prompt)} tokens, or other bytes came")
@@ -194,12 +202,13 @@ class LmcacheSubject:
         LMCacheEngineBuilder.destroy(self.engine.config.lmcache_instance_id)
 
 
-def timed(call: Callable[[], object]) -> Sample:
+def timed(call: Callable[[], object], before_opening: int) -> Sample:
+    began_at = resident_bytes()
     with peak_growth() as growth:
         cpu, begin = cpu_seconds(), time.perf_counter()
         call()
         seconds, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
-    return Sample(seconds, cpu, growth.nbytes)
+    return Sample(seconds, cpu, growth.nbytes, growth.nbytes + max(0, began_at - before_opening))
 
 
 def serve(pipe: Any, subject: str, directory: Path, chunk_bytes: int, chunks: int) -> None:
@@ -260,7 +269,7 @@ def fio(directory: Path, block: int, nbytes: int, jobs: int, operation: str) -> 
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     seconds = size * jobs / job[operation]["bw_bytes"]
     busy = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job[operation]["runtime"] / 1000 * jobs
-    return Sample(seconds * nbytes / (size * jobs), busy, 0)
+    return Sample(seconds * nbytes / (size * jobs), busy)
 
 
 class Figures(msgspec.Struct):
@@ -301,6 +310,7 @@ class Figures(msgspec.Struct):
                         peer_ratio=median(rates) / max(peers) if peers else None,
                         share_of_fio=self._share(rates, self.rates(line, operation)) if line else None,
                         rss_growth_mib=None if subject == line else max(s.rss_growth for s in samples) / MIB,
+                        resident_mib=None if subject == line else max(s.resident for s in samples) / MIB,
                         cpu_s_per_gb=median(s.cpu_s for s in samples) / (self.nbytes / GB),
                         samples=rates,
                         note=f"{subject[4:]} jobs" if subject == line else None,
@@ -314,21 +324,23 @@ class Figures(msgspec.Struct):
         return median(rate / of for rate, of in zip(rates, line, strict=True))
 
 
-def measure(chunk_mib: int, gib: float, rounds: int, directory: Path, say: Callable[[str], None]) -> list[Row]:
+def measure(
+    chunk_mib: int, gib: float, rounds: int, directory: Path, subjects: tuple[str, ...], say: Callable[[str], None]
+) -> list[Row]:
     chunk_bytes = chunk_mib * MIB
     chunks = int(gib * GIB) // chunk_bytes
     figures = Figures(chunks * chunk_bytes)
-    folders = {subject: directory / subject for subject in (*SUBJECTS, "fio")}
+    folders = {subject: directory / subject for subject in (*subjects, "fio")}
     for folder in folders.values():
         folder.mkdir()
     children: list[Child] = []
     try:
-        for subject in SUBJECTS:
+        for subject in subjects:
             children.append(Child(subject, folders[subject], chunk_bytes, chunks))
         for number_of_round in range(rounds):
             say(f"chunks of {chunk_mib} MiB, round {number_of_round + 1} of {rounds} …")
-            turns: list[Callable[[], None]] = [lambda child=child: _turn(child, folders, figures) for child in children]  # type: ignore[misc]
-            turns.append(lambda: _fio_turn(folders["fio"], chunk_bytes, figures))
+            turns = [partial(_turn, child, folders[child.subject], figures) for child in children]
+            turns.append(partial(_fio_turn, folders["fio"], chunk_bytes, figures))
             for i in range(len(turns)):
                 turns[(i + number_of_round) % len(turns)]()
     finally:
@@ -339,11 +351,11 @@ def measure(chunk_mib: int, gib: float, rounds: int, directory: Path, say: Calla
     return figures.rows(chunk_bytes)
 
 
-def _turn(child: Child, folders: dict[str, Path], figures: Figures) -> None:
+def _turn(child: Child, folder: Path, figures: Figures) -> None:
     figures.add(child.subject, "store", child.ask("store"))
-    drop_page_cache(folders[child.subject])
+    drop_page_cache(folder)
     figures.add(child.subject, "load", child.ask("load"))
-    for path in folders[child.subject].rglob("*"):
+    for path in folder.rglob("*"):
         if path.is_file() and path.suffix in (".kv", ".pt", ".data"):
             path.unlink()
 
@@ -364,20 +376,22 @@ def main(
     gib: Annotated[float, typer.Option(min=0.05, help="Size of the context.")] = 4,
     chunks: Annotated[str, typer.Option(help="Chunk sizes in MiB.")] = "1,6,8,18",
     rounds: Annotated[int, typer.Option(min=1)] = 3,
+    peers: Annotated[bool, typer.Option(help="LMCache's own backends, too.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Load and store at the drive's own line, beside its line and LMCache's own backends."""
-    console = Console()
+    console = Console(width=max(112, Console().width))
+    subjects = SUBJECTS if peers else SUBJECTS[:1]
+    say = partial(console.print, style="dim")
     with tempfile.TemporaryDirectory(prefix="line-rate-", dir=directory or Path.home()) as folder:
         rows = [
-            row
-            for size in chunks.split(",")
-            for row in measure(int(size), gib, rounds, Path(folder), lambda text: console.print(text, style="dim"))
+            row for size in chunks.split(",") for row in measure(int(size), gib, rounds, Path(folder), subjects, say)
         ]
         facts = machine(Path(folder))
     facts["fio"] = tool_version("fio")
     table = Table(title=f"A context of {gib:g} GiB, {rounds} alternating rounds, medians; staging {STAGING_MIB} MiB")
-    for column in ("chunk", "operation", "subject", "GB/s", "of fio", "of best peer", "memory +MiB", "CPU s/GB"):
+    columns = ("chunk", "operation", "subject", "GB/s", "of fio", "of best peer", "growth MiB", "held MiB", "CPU s/GB")
+    for column in columns:
         table.add_column(column, justify="left" if column in ("operation", "subject") else "right")
     for before, row in zip([None, *rows], rows):
         if before is not None and (before.size, before.operation) != (row.size, row.operation):
@@ -385,7 +399,7 @@ def main(
         table.add_row(
             f"{row.size // MIB} MiB", row.operation, row.subject + (f" ({row.note})" if row.note else ""),
             number(row.value), number(row.share_of_fio), number(row.peer_ratio), number(row.rss_growth_mib, ".0f"),
-            number(row.cpu_s_per_gb),
+            number(row.resident_mib, ".0f"), number(row.cpu_s_per_gb),
         )  # fmt: skip
     console.print(table)
     if facts["fio"] is None:

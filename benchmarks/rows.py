@@ -20,6 +20,7 @@ class Row(msgspec.Struct, omit_defaults=True):
     peer_ratio: float | None = None
     share_of_fio: float | None = None  # of the drive's own line in the same rounds
     rss_growth_mib: float | None = None  # peak above the state before the first byte
+    resident_mib: float | None = None  # peak above the state before the subject was opened
     cpu_s_per_gb: float | None = None
     samples: list[float] | None = None  # one a round, in the unit of `value`
     note: str | None = None

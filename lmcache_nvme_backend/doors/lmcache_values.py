@@ -18,6 +18,7 @@ def exported_values(backend: Any) -> dict[str, Any]:
         "kvtier_chunks_dropped_total": {"staging full": 0, **backend.saver.dropped.snapshot()},
         "kvtier_chunks_corrupt_total": sum(stats.corrupt.values()),
         "kvtier_chunks_evicted_total": stats.evictions,
+        "kvtier_snapshots_ignored_total": stats.snapshots_ignored,
         "kvtier_bytes_read_total": stats.bytes_read,
         "kvtier_bytes_written_total": stats.bytes_written,
         "kvtier_store_wait_seconds_total": backend.saver.waited_s,

@@ -16,14 +16,14 @@ from typing import Final
 
 import msgspec
 
-from lmcache_nvme_backend.store import osio, recovery, session
+from lmcache_nvme_backend.store import osio, recovery, session, snapshot
 from lmcache_nvme_backend.store.account import Account, Ledger
 from lmcache_nvme_backend.store.format import BLOCK
 from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
-from lmcache_nvme_backend.store.removal import Removal
+from lmcache_nvme_backend.store.removal import Removal, remove_file
 from lmcache_nvme_backend.store.results import StoreStats
 from lmcache_nvme_backend.store.settings import (
     EVICT_BATCH,
@@ -184,12 +184,15 @@ class Evictor:
         """Take away the directories of a namespace that has no chunk left. Anything unknown in them keeps them."""
         self._foreign.pop(digest, None)
         directory = self._layout.namespace(digest)
-        with self._account.locked(STORE_LOCK_WAIT_S):
+        with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
             if any(peer.namespace == digest for peer in session.live_peers(self._layout)):
                 return
             for shard in recovery.list_dir(directory):
                 if shard in recovery.SHARDS:
                     _rmdir_quietly(f"{directory}/{shard}")
+            snapshot_bytes = recovery.count_tree(f"{directory}/{snapshot.FILE}")
+            if remove_file(f"{directory}/{snapshot.FILE}"):
+                ledger.free(snapshot_bytes)
             if recovery.list_dir(directory) in ([], [DESCRIPTION]):
                 osio.unlink_quietly(f"{directory}/{DESCRIPTION}")
                 _rmdir_quietly(directory)

@@ -7,8 +7,9 @@ import os
 import stat
 import time
 from collections import deque
+from collections.abc import Container, Iterable
 
-from lmcache_nvme_backend.store import codec, osio
+from lmcache_nvme_backend.store import codec, osio, recovery
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.direct_io import Transfer
 from lmcache_nvme_backend.store.evictor import Evictor
@@ -96,7 +97,7 @@ class Writer:
             if not published:
                 self.abandon(temporary, nbytes)
 
-    def _reserve(self, nbytes: int, spare: frozenset[ChunkKey]) -> str | None:
+    def _reserve(self, nbytes: int, spare: Container[ChunkKey]) -> str | None:
         """A temporary's path, with room for it reserved; None where the quota has none."""
         for _ in range(8):
             with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
@@ -167,6 +168,44 @@ class Writer:
             ):
                 osio.make_dir_in_place_of_file(directory)
             osio.rename(temporary, path)
+
+    def replace(self, path: str, pieces: Iterable[bytes], nbytes: int) -> bool:
+        """Give a file of the store's own, of `nbytes` in all, a new content within the quota; False where there is no
+        room for it. Raises `OSError`."""
+        temporary = self._reserve(nbytes, ())
+        if temporary is None:
+            return False
+        published = False
+        try:
+            fd = osio.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                osio.fchmod(fd, 0o600)
+                at = 0
+                for piece in pieces:
+                    osio.write_fully(fd, [memoryview(piece)], at)
+                    at += len(piece)
+            finally:
+                osio.close_quietly(fd)
+            # Explicit, since the kernel's own clock for files runs up to a tick behind.
+            osio.utime(temporary, time.time_ns())
+            with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+                before = recovery.count_tree(path)
+                osio.rename(temporary, path)
+                published = True
+                ledger.used = max(0, ledger.used + nbytes - before)
+                self._change_reservation(ledger, -nbytes)
+        finally:
+            if not published:
+                self.abandon(temporary, nbytes)
+        return True
+
+    def remove(self, path: str) -> None:
+        """Take such a file away. Raises `OSError`."""
+        if not (nbytes := recovery.count_tree(path)):
+            return
+        with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+            if remove_file(path):
+                ledger.free(nbytes)
 
     def drop_written_pages(self) -> None:
         """Take buffered writes that have reached the disk by now out of the page cache."""
