@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 
@@ -39,7 +40,7 @@ class Index:
         self._lock = threading.Lock()
         self._policy = policy
         self._entries: dict[ChunkKey, Entry] = {}
-        self._pins: dict[ChunkKey, int] = {}
+        self._pins: Counter[ChunkKey] = Counter()
         self._blocks = 0
         self._ints: dict[int, int] = {}
         self._now_s = 0
@@ -71,8 +72,7 @@ class Index:
             if found:
                 self._use(found)
                 if pin:
-                    for key in found:
-                        self._pins[key] = self._pins.get(key, 0) + 1
+                    self._pins.update(found)
             return count
 
     def use(self, key: ChunkKey, pin: bool = False) -> bool:
@@ -82,7 +82,7 @@ class Index:
         with self._lock:
             if key not in self._entries:
                 return False
-            self._pins[key] = self._pins.get(key, 0) + 1
+            self._pins[key] += 1
             return True
 
     def unpin(self, key: ChunkKey) -> bool:
