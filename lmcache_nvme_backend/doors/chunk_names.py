@@ -1,7 +1,7 @@
 """LMCache's keys as the store's: digests of every field that tells chunks apart.
 
-An agent's prefix is asked for on every turn, 512 chunks of it for a long one, and hashing each key again would be most of
-a lookup. So the digests of keys seen lately are kept, by their scope: everything but the chunk's own hash.
+An agent's prefix is asked for on every turn, 512 chunks of it for a long one, and hashing each key again would be most
+of a lookup. So the digests of keys seen lately are kept, by their scope: everything but the chunk's own hash.
 """
 
 from __future__ import annotations
