@@ -164,8 +164,9 @@ class Engine:
         """The server's base address."""
         return f"http://127.0.0.1:{self.port}"
 
-    def complete(self, prompt: str, max_tokens: int, **body: Any) -> Completion:
-        """Stream one greedy completion. `ttft_s` runs from sending the request to the first token's arrival.
+    def complete(self, prompt: str | list[int], max_tokens: int, **body: Any) -> Completion:
+        """Stream one greedy completion of a text, or of token ids. `ttft_s` runs from sending the request to the first
+        token's arrival.
 
         Raises EngineRequestError with the engine's message.
         """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ class ChunkLoader:
         self._chunk_tokens = metadata.chunk_size
         self._fmt = MemoryFormat.KV_MLA_FMT if metadata.use_mla else MemoryFormat.KV_2LTD
         self.failed = Counts()
+        self.retrieve_s = 0.0  # time that retrieves took on the engine's thread, since the start
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
@@ -81,10 +83,12 @@ class ChunkLoader:
     def retrieving(self, first: int) -> Iterator[RetrieveCall]:
         """Around one ``LMCacheEngine.retrieve`` of this thread, for the prompt's chunks from ``first`` on."""
         call = self._call.current = RetrieveCall(first)
+        began = time.perf_counter()
         try:
             yield call
         finally:
             self._call.current = None
+            self.retrieve_s += time.perf_counter() - began
 
     # -- streamed -----------------------------------------------------------------------------------------------------
 
