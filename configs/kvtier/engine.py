@@ -170,7 +170,12 @@ class Engine:
 
         Raises EngineRequestError with the engine's message.
         """
-        request = {"model": self.spec.served_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+        request: dict[str, Any] = {
+            "model": self.spec.served_name,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+        }
         request |= {"stream": True, "stream_options": {"include_usage": True}} | body
         text, ttft_s, finish_reason = "", None, None
         usage: dict[str, int] = {}
