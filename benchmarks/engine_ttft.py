@@ -6,7 +6,7 @@ Three subjects: no tier, this tier, and LMCache's multi-process server with its 
 place of the in-process mode). Documents are random token ids, another one for every round and length.
 
 1. *Before*: each tier's engine prefills and stores every document; what storing took of its steps is read from
-   `kvtier_store_seconds_total` (time on the worker's thread between the end of the forward pass and the end of the step).
+   `kvtier_store_seconds_total` (time on the worker's thread from the end of the forward pass to the end of the step).
 2. Engines and LMCache's server are stopped, and the page cache is dropped.
 3. *After*: all three engines are up, and every document goes to each of them once, in turns.
 
@@ -224,9 +224,7 @@ def serve(
         for subject in subjects:
             loaded = tokens_by_source(engines[subject])["external_kv_transfer"]
             if subject != NONE and loaded < 0.95 * stored:
-                say(
-                    f"{subject}: only {loaded:.0f} of {stored} tokens came from the tier: its times are not those of a hit"
-                )
+                say(f"{subject}: only {loaded:.0f} of {stored} tokens came from the tier: these are no times of hits")
         return ttft
 
 
@@ -346,7 +344,8 @@ def main(
     if even is not None:
         console.print(
             f"break-even: {even.tokens or 'beyond the lengths measured'} tokens; "
-            f"prefill {even.prefill_tokens_per_s:,.0f} tokens/s, load {even.load_tokens_per_s:,.0f} tokens/s after {even.load_fixed_s * 1000:.0f} ms"
+            f"prefill {even.prefill_tokens_per_s:,.0f} tokens/s, "
+            f"load {even.load_tokens_per_s:,.0f} tokens/s after {even.load_fixed_s * 1000:.0f} ms"
         )
     if json_file is not None:
         write_json(json_file, rows, facts, model=checkpoint.name, rounds=rounds, break_even=even, first_load_s=first)
