@@ -28,6 +28,7 @@ from lmcache_nvme_backend.doors.lmcache_store import ChunkSaver
 from lmcache_nvme_backend.doors.lmcache_values import exported_values
 from lmcache_nvme_backend.doors.pins import PinLedger
 from lmcache_nvme_backend.doors.requests import current_call
+from lmcache_nvme_backend.doors.self_test import check_round_trip
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.metrics import MetricsExporter
 from lmcache_nvme_backend.settings import parse_settings
@@ -103,6 +104,7 @@ class NvmeBackend(AllocatorBackendInterface):
         self._lookups = Counts()
         self._streams = False
         self._closed = False
+        self.withdrawn = False
         self._metrics = MetricsExporter(self._values, self.metadata.worker_id)
         usage = self.store.usage()
         logger.info(
@@ -130,6 +132,30 @@ class NvmeBackend(AllocatorBackendInterface):
         self._streams = why_not is None
         if why_not is not None:
             logger.info("lmcache_nvme_backend: chunks are held whole in staging, not streamed: %s", why_not)
+
+    def self_test(self, connector: Any, kv_caches: Sequence[Any], cache_config: Any) -> Exception | None:
+        """Carry a chunk through the tier before the first request; why the tier must not serve, if so.
+
+        Args:
+            connector: LMCache's connector, as its engine uses it.
+            kv_caches: every layer's paged KV, still without a request.
+            cache_config: vLLM's.
+        """
+        if self.settings.self_test == "off":
+            return None
+        try:
+            check_round_trip(connector, self, kv_caches, cache_config.num_gpu_blocks, cache_config.block_size)
+        except ConfigError as e:
+            return e
+        except Exception as e:
+            logger.exception("lmcache_nvme_backend: the self-test could not finish")
+            return e
+        return None
+
+    def withdraw(self) -> None:
+        """Serve nothing and store nothing from now on; ``kvtier_degraded`` shows it."""
+        self.withdrawn = True
+        self.store.close()
 
     def _check_engine(self, vllm_config: Any) -> None:
         refusals.check_vllm(vllm_config)
