@@ -59,8 +59,8 @@ class ChunkLoader:
     ) -> None:
         self._store, self._allocator, self._cpu, self._metadata = store, allocator, cpu_backend, metadata
         self._pool = ThreadPoolExecutor(io_threads, "kvtier-read")
-        # One read a thread that runs, and three that can start while whoever consumes them is held up: on a busy machine
-        # a thread waits tens of milliseconds for a core.
+        # One read a thread that runs, and three that can start while whoever consumes them is held up: on a busy
+        # machine a thread waits tens of milliseconds for a core.
         self._ahead = 4 * io_threads
         self._fence = fence
         self._call = threading.local()
