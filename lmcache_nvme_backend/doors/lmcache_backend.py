@@ -21,7 +21,7 @@ from lmcache_nvme_backend.doors import lmcache_compat, refusals, start, vllm_plu
 from lmcache_nvme_backend.doors.chunk_names import ChunkNames
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.host import current_vllm_config, stream_fence
-from lmcache_nvme_backend.doors.identity import namespace_facts, random_seed_warning
+from lmcache_nvme_backend.doors.identity import model_name, namespace_facts, random_seed_warning
 from lmcache_nvme_backend.doors.lmcache_load import LOAD_WAIT_S, ChunkLoader
 from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, device_memory, size_of
 from lmcache_nvme_backend.doors.lmcache_store import ChunkSaver
@@ -190,7 +190,10 @@ class NvmeBackend(AllocatorBackendInterface):
 
     def _open_store(self, vllm_config: Any) -> None:
         s = self.settings
-        namespace = Namespace(namespace_facts(s, self.config, self.metadata, vllm_config))
+        namespace = Namespace(
+            namespace_facts(s, self.config, self.metadata, vllm_config),
+            {"model_name": model_name(self.metadata, vllm_config)},
+        )
         self.store = ChunkStore.open(
             Path(s.path),
             namespace,

@@ -24,8 +24,10 @@ from store_helpers import (
 )
 
 from lmcache_nvme_backend.store import ChunkStore, PutResult, StoreSettings, recovery, snapshot, store, upkeep
+from lmcache_nvme_backend.store.inspection import StoreTree
 from lmcache_nvme_backend.store.policy import NO_STATES, TailFirstLru
 from lmcache_nvme_backend.store.snapshot import Snapshot
+from lmcache_nvme_backend.store.verification import verify
 
 KEYS = prefix("snapshot", 6)
 
@@ -292,6 +294,25 @@ def test_a_dead_namespace_goes_with_its_snapshot(root):
         put_prefix(opened, prefix("others", 12))
         assert not file_of(root).parent.exists()
         assert opened.usage().used_bytes == disk_bytes(root)
+
+
+def test_verify_knows_it_and_removes_a_bad_one(root):
+    """`kvtier store verify`: a good snapshot is no stray, a damaged one is named, and with --remove-bad gone."""
+    filled(root)
+    tree = StoreTree(str(root))
+    assert verify(tree, remove_bad=False).sound
+    assert not verify(tree, remove_bad=False).strays
+    data = bytearray(file_of(root).read_bytes())
+    data[50] ^= 1
+    file_of(root).write_bytes(data)
+    (bad,) = verify(tree, remove_bad=False).bad
+    assert bad.path == str(file_of(root))
+    assert file_of(root).exists()
+    verify(tree, remove_bad=True)
+    assert not file_of(root).exists()
+    with open_store(root) as opened:
+        assert opened.usage().used_bytes == disk_bytes(root)
+        assert all(holds(opened, key) for key in KEYS)
 
 
 def test_a_full_quota_costs_the_snapshot_and_nothing_else(root):
