@@ -17,7 +17,8 @@ from typing import Any
 
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface
 
-from lmcache_nvme_backend.doors import lmcache_compat, refusals, scope, start, vllm_plugin
+from lmcache_nvme_backend.doors import lmcache_compat, refusals, start, vllm_plugin
+from lmcache_nvme_backend.doors.chunk_names import ChunkNames
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.host import current_vllm_config, stream_fence
 from lmcache_nvme_backend.doors.identity import model_name, namespace_facts, random_seed_warning
@@ -32,7 +33,7 @@ from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.metrics import MetricsExporter
 from lmcache_nvme_backend.settings import parse_settings
 from lmcache_nvme_backend.staging import StagingRing
-from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Namespace, StoreSettings, digest_fields
+from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Namespace, StoreSettings
 
 # LMCache gives a backend 15 s in all to close; writes in flight get this much of it, then they are abandoned.
 CLOSE_WAIT_S = 5.0
@@ -86,7 +87,7 @@ class NvmeBackend(AllocatorBackendInterface):
         refusals.check_lmcache(lambda field: getattr(self.config, field, None))
         if vllm_config is not None:
             self._check_engine(vllm_config)
-        self._scoped = vllm_config is not None
+        self._names = ChunkNames(scoped=vllm_config is not None)
         self._chunk_tokens = self.metadata.chunk_size
         self._allocator: RingAllocator | None = None
         if self._cpu is None:
@@ -97,12 +98,11 @@ class NvmeBackend(AllocatorBackendInterface):
             self.store, self._allocator, self._cpu, self.metadata, s.io_threads, stream_fence(self.dst_device)
         )
         self.saver = ChunkSaver(
-            self.store, self._allocator, s.io_threads, s.store_wait_ms / 1000, self._chunk_tokens, self._digest
+            self.store, self._allocator, s.io_threads, s.store_wait_ms / 1000, self._chunk_tokens, self._names.of
         )
         self._pins = PinLedger(self.store.unpin, float(getattr(self.config, "pin_timeout_sec", 300)))
         self._lookups = Counts()
         self._streams = False
-        self._unscoped_said = False
         self._closed = False
         self.withdrawn = False
         self._metrics = MetricsExporter(self._values, self.metadata.worker_id)
@@ -201,7 +201,7 @@ class NvmeBackend(AllocatorBackendInterface):
                 quota_bytes=s.quota_bytes,
                 direct_io=s.direct_io,
                 fsync=s.fsync,
-                codec=s.codec,
+                codec="zstd-split" if s.codec == "zstd" and self._sixteen_bit() else s.codec,
                 lock_wait_s=s.lock_wait_s,
             ),
         )
@@ -211,6 +211,9 @@ class NvmeBackend(AllocatorBackendInterface):
             warnings.append(seed)
         for warning in warnings:
             logger.warning("lmcache_nvme_backend: %s", warning)
+
+    def _sixteen_bit(self) -> bool:
+        return all(dtype.itemsize == 2 for dtype in self.metadata.get_dtypes())
 
     @property
     def _slots(self) -> int:
@@ -298,31 +301,6 @@ class NvmeBackend(AllocatorBackendInterface):
 
     # -- lookup -------------------------------------------------------------------------------------------------------
 
-    def _digest(self, key: Any) -> ChunkKey | None:
-        """The chunk's name, or ``None`` for a key whose request did not pass a marked scheduler."""
-        tags = sorted((str(name), str(value)) for name, value in key.tags or ())
-        if self._scoped and not any(name == scope.TAG for name, _ in tags):
-            if not self._unscoped_said:
-                self._unscoped_said = True
-                logger.error(
-                    "lmcache_nvme_backend: a request came without its LoRA and cache_salt mark and is neither stored "
-                    "nor served: this vLLM or LMCache does not pass it on (kvtier_chunks_dropped_total, unmarked)."
-                )
-            return None
-        fields: list[str | int] = [key.world_size, key.worker_id, key.chunk_hash, str(key.dtype)]
-        for tag in tags:
-            fields.extend(tag)
-        return digest_fields(*fields)
-
-    def _digests(self, keys: Sequence[Any]) -> list[ChunkKey]:
-        digests = []
-        for key in keys:
-            digest = self._digest(key)
-            if digest is None:
-                break
-            digests.append(digest)
-        return digests
-
     def contains(self, key: Any, pin: bool = False) -> bool:
         return self.batched_contains([key], pin) == 1
 
@@ -331,7 +309,7 @@ class NvmeBackend(AllocatorBackendInterface):
 
         A lookup pins; what asks without pinning repeats a lookup's question and is not counted again.
         """
-        digests = self._digests(keys)
+        digests = self._names.of_prefix(keys)
         held_whole = self._allocator is not None and not self._streams
         found = self.store.match(digests[: self._slots] if held_whole else digests, pin=pin)
         if pin:
@@ -342,7 +320,7 @@ class NvmeBackend(AllocatorBackendInterface):
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
         # LMCache's async loading never unpins by key: what it loads next is held by the memory objects instead.
         found = self.batched_contains(keys, pin=False)
-        self._looked_up(self._digests(keys), found, len(keys))
+        self._looked_up(self._names.of_prefix(keys), found, len(keys))
         return found
 
     def _looked_up(self, digests: list[ChunkKey], found: int, asked: int) -> None:
@@ -351,17 +329,17 @@ class NvmeBackend(AllocatorBackendInterface):
         self._lookups.add("missed", asked - found)
 
     def exists_in_put_tasks(self, key: Any) -> bool:
-        return self.saver.writes(self._digest(key))
+        return self.saver.writes(self._names.of(key))
 
     def pin(self, key: Any) -> bool:
-        digest = self._digest(key)
+        digest = self._names.of(key)
         if digest is None or not self.store.pin(digest):
             return False
         self._pins.taken([digest])
         return True
 
     def unpin(self, key: Any) -> bool:
-        digest = self._digest(key)
+        digest = self._names.of(key)
         return digest is not None and self._pins.given_back(digest)
 
     def touch_cache(self) -> None:
@@ -406,14 +384,14 @@ class NvmeBackend(AllocatorBackendInterface):
         return self.loader.retrieving(skipped_tokens // self._chunk_tokens)
 
     def get_blocking(self, key: Any) -> Any | None:
-        return self.loader.load(self._digests([key]), 1)[0]
+        return self.loader.load(self._names.of_prefix([key]), 1)[0]
 
     def batched_get_blocking(self, keys: list[Any]) -> list[Any | None]:
         """The chunks in order; from the first that cannot be had on, ``None``: later ones are of no use.
 
         Streamed within a retrieve that can cut its answer when a later chunk turns out bad; else loaded whole.
         """
-        digests = self._digests(keys)
+        digests = self._names.of_prefix(keys)
         call = self.loader.current_call()
         if self._streams and call is not None:
             objs: list[Any | None] = [*self.loader.stream(digests, call.first)]
@@ -422,12 +400,12 @@ class NvmeBackend(AllocatorBackendInterface):
 
     def get_non_blocking(self, key: Any, location: str | None = None) -> Future[Any] | None:
         """A future of the chunk's object (``None`` in it where the load fails); ``None`` where there is no slot now."""
-        loads = self.loader.start(self._digests([key]), 0.0)
+        loads = self.loader.start(self._names.of_prefix([key]), 0.0)
         return loads[0] if loads else None
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[Any], transfer_spec: Any = None) -> list[Any]:
         """The leading chunks that could be loaded: fewer where they are held whole and the ring is full."""
-        digests = self._digests(keys)
+        digests = self._names.of_prefix(keys)
         if self._streams:
             return [*self.loader.stream(digests, 0)]
         loads = await asyncio.to_thread(self.loader.start, digests, 0.0)
@@ -436,7 +414,7 @@ class NvmeBackend(AllocatorBackendInterface):
     # -- removal and numbers ------------------------------------------------------------------------------------------
 
     def remove(self, key: Any, force: bool = True) -> bool:
-        digest = self._digest(key)
+        digest = self._names.of(key)
         return digest is not None and self.store.remove(digest)
 
     def clear(self) -> int:

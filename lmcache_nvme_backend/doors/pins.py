@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lmcache_nvme_backend.store import ChunkKey
+
+# Old pins are looked for this often within their lifetime: a look goes through all pins that are held.
+_LOOKS = 8
 
 
 class PinLedger:
@@ -16,39 +19,38 @@ class PinLedger:
     def __init__(self, unpin: Callable[[ChunkKey], bool], lifetime_s: float) -> None:
         self._unpin, self._lifetime = unpin, lifetime_s
         self._lock = threading.Lock()
-        self._held: OrderedDict[ChunkKey, tuple[int, float]] = OrderedDict()
+        self._counts: Counter[ChunkKey] = Counter()
+        self._since: dict[ChunkKey, float] = {}  # the newest pin of each
+        self._looked = time.monotonic()
         self.expired = 0
 
     def taken(self, keys: Sequence[ChunkKey]) -> None:
         """Record pins just taken in the store; a newer pin renews the older ones of the same chunk."""
         now = time.monotonic()
         with self._lock:
-            for key in keys:
-                count, _ = self._held.pop(key, (0, now))
-                self._held[key] = (count + 1, now)
-        self._expire(now)
+            self._counts.update(keys)
+            self._since.update(dict.fromkeys(keys, now))
+        if now - self._looked >= self._lifetime / _LOOKS:
+            self._expire(now)
 
     def given_back(self, key: ChunkKey) -> bool:
         """Undo one pin; False where there is none (never taken, or expired)."""
         with self._lock:
-            count, since = self._held.get(key, (0, 0.0))
+            count = self._counts.get(key, 0)
             if count == 0:
                 return False
             if count == 1:
-                del self._held[key]
+                del self._counts[key], self._since[key]
             else:
-                self._held[key] = (count - 1, since)
+                self._counts[key] = count - 1
         return self._unpin(key)
 
     def _expire(self, now: float) -> None:
-        stale: list[tuple[ChunkKey, int]] = []
         with self._lock:
-            while self._held:
-                key, (count, since) = next(iter(self._held.items()))
-                if now - since < self._lifetime:
-                    break
-                del self._held[key]
-                stale.append((key, count))
+            self._looked = now
+            stale = [(key, self._counts[key]) for key, since in self._since.items() if now - since >= self._lifetime]
+            for key, _ in stale:
+                del self._counts[key], self._since[key]
         for key, count in stale:
             self.expired += count
             for _ in range(count):

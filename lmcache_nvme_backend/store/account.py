@@ -42,6 +42,7 @@ class Ledger(msgspec.Struct):
 
     used: int
     reserved: int
+    stale: bool = False  # set it where the directory has not been counted: the next holder counts
 
     def free(self, nbytes: int) -> None:
         self.used = max(0, self.used - nbytes)
@@ -100,7 +101,7 @@ class Account:
                     yield ledger
                 finally:
                     try:
-                        self._write(ledger, dirty=False)
+                        self._write(ledger, dirty=ledger.stale)
                     except OSError:
                         pass  # the mark stays set: the next holder counts again
             finally:

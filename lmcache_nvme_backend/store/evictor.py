@@ -184,10 +184,10 @@ class Evictor:
         """Take away the directories of a namespace that has no chunk left. Anything unknown in them keeps them."""
         self._foreign.pop(digest, None)
         directory = self._layout.namespace(digest)
-        with self._account.locked(STORE_LOCK_WAIT_S):
+        with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
             if any(peer.namespace == digest for peer in session.live_peers(self._layout)):
                 return
-            if not remove_empty_namespace(directory):
+            if not remove_empty_namespace(directory, ledger):
                 self._stuck[digest] = time.monotonic()
 
     # --- doing it

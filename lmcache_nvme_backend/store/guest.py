@@ -13,7 +13,7 @@ from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import osio, recovery, session
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.layout import Layout
-from lmcache_nvme_backend.store.removal import Removal, remove_empty_namespace
+from lmcache_nvme_backend.store.removal import Removal, remove_empty_namespace, remove_file
 from lmcache_nvme_backend.store.settings import EVICT_BATCH
 
 # Engines hold the lock for tens of microseconds, or for seconds while one counts a large root.
@@ -135,6 +135,18 @@ class Guest:
                 removal.finish()
         return done
 
+    def remove_own(self, path: str) -> bool:
+        """Remove a file that the store keeps about itself and that counts in its account."""
+        try:
+            with self._account.locked(self._lock_wait_s) as ledger:
+                nbytes = recovery.count_tree(path)
+                removed = remove_file(path)
+                if removed:
+                    ledger.free(nbytes)
+                return bool(removed)
+        except OSError as error:
+            raise self._refusal(error) from None
+
     @staticmethod
     def _remove(
         path: str,
@@ -175,8 +187,8 @@ class Guest:
     def remove_if_empty(self, digest: str) -> bool:
         """Take a namespace's directories away, if it has no chunk left and nobody has it open."""
         try:
-            with self._account.locked(self._lock_wait_s):
-                return not self.is_open(digest) and remove_empty_namespace(self._layout.namespace(digest))
+            with self._account.locked(self._lock_wait_s) as ledger:
+                return not self.is_open(digest) and remove_empty_namespace(self._layout.namespace(digest), ledger)
         except OSError:
             return False
 

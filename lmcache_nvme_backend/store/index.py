@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Iterable, Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import chain, repeat
 
 import msgspec
 
 from lmcache_nvme_backend.store.format import BLOCK
 from lmcache_nvme_backend.store.keys import ChunkKey
-from lmcache_nvme_backend.store.policy import EvictionPolicy
+from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy
+from lmcache_nvme_backend.store.snapshot import Snapshot
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -38,7 +40,7 @@ class Index:
         self._lock = threading.Lock()
         self._policy = policy
         self._entries: dict[ChunkKey, Entry] = {}
-        self._pins: dict[ChunkKey, int] = {}
+        self._pins: Counter[ChunkKey] = Counter()
         self._blocks = 0
         self._ints: dict[int, int] = {}
         self._now_s = 0
@@ -70,8 +72,7 @@ class Index:
             if found:
                 self._use(found)
                 if pin:
-                    for key in found:
-                        self._pins[key] = self._pins.get(key, 0) + 1
+                    self._pins.update(found)
             return count
 
     def use(self, key: ChunkKey, pin: bool = False) -> bool:
@@ -81,7 +82,7 @@ class Index:
         with self._lock:
             if key not in self._entries:
                 return False
-            self._pins[key] = self._pins.get(key, 0) + 1
+            self._pins[key] += 1
             return True
 
     def unpin(self, key: ChunkKey) -> bool:
@@ -108,8 +109,11 @@ class Index:
 
     # --- changes
 
-    def load(self, chunks: Iterable[tuple[ChunkKey, int, int]]) -> list[tuple[ChunkKey, int, int]]:
-        """Fill an empty index with (key, depth, blocks), deepest first in the order of eviction.
+    def load(
+        self, chunks: Iterable[tuple[ChunkKey, int, int]], states: Mapping[ChunkKey, int] = NO_STATES
+    ) -> list[tuple[ChunkKey, int, int]]:
+        """Fill an empty index with (key, depth, blocks), deepest first in the order of eviction; `states` is the
+        policy's.
 
         Returns the ones whose key was here already under another name.
         """
@@ -132,9 +136,67 @@ class Index:
                 by_depth[depth] = [key]
         with self._lock:
             self._blocks = total
-            self._policy.load(key for depth in sorted(by_depth, reverse=True) for key in by_depth[depth])
+            self._policy.load((key for depth in sorted(by_depth, reverse=True) for key in by_depth[depth]), states)
             self._used = set()
         return doubles
+
+    def restore(self, snapshot: Snapshot, exact: bool) -> None:
+        """Fill an empty index from a snapshot. Where it is not `exact`, the order is to be found out by `rank`."""
+        share = self._ints.setdefault
+        depths, blocks = snapshot.depths, snapshot.blocks
+        entries = map(Entry, map(share, blocks, blocks), map(share, depths, depths), repeat(None))
+        with self._lock:
+            self._entries = dict(zip(snapshot.keys, entries))
+            self._blocks = sum(blocks)
+            self._policy.load(snapshot.keys, snapshot.states)
+            self._used = None if exact else set()
+
+    def reconcile(
+        self, shards: Iterable[tuple[int, Iterable[tuple[ChunkKey, int, int]]]]
+    ) -> list[tuple[ChunkKey, int, int]]:
+        """Bring an index that came from a snapshot in line with a whole listing, (key, depth, blocks) by the keys'
+        first byte, while nobody stores or evicts.
+
+        Returns the ones whose key lies there under another name, too.
+        """
+        doubles = []
+        named: list[list[ChunkKey]] = [[] for _ in range(256)]
+        for key in self.all_keys():
+            named[key[0]].append(key)
+        for shard, chunks in shards:
+            there = set()
+            for chunk in chunks:
+                key, depth, blocks = chunk
+                if key in there:
+                    doubles.append(chunk)
+                    continue
+                there.add(key)
+                entry = self._entries.get(key)
+                if entry is not None and (entry.depth != depth or entry.blocks != blocks):
+                    self.discard(key, entry)
+                    entry = None
+                if entry is None:
+                    self.add(key, depth, blocks, stored=False)
+            named[shard] = [key for key in named[shard] if key not in there]
+        for gone in named:
+            for key in gone:
+                self.discard(key)
+        return doubles
+
+    def snapshot(self, closed: bool) -> Snapshot:
+        """What `restore` takes. The index may change meanwhile: the lock is held for the order alone."""
+        with self._lock:
+            self._refresh_ancestors()
+            order = list(self._policy.coldest())
+            states = dict(self._policy.states())
+        found = [(key, entry) for key in order if (entry := self._entries.get(key)) is not None]
+        return Snapshot(
+            [key for key, _ in found],
+            [entry.depth for _, entry in found],
+            [entry.blocks for _, entry in found],
+            states,
+            closed,
+        )
 
     def keep(self, key: ChunkKey, entry: Entry) -> None:
         """A chunk that was taken for eviction stays: it becomes the most recent."""
@@ -151,7 +213,7 @@ class Index:
             self._used = None
             recent = [key for key in self._policy.coldest() if key in used]
             loaded = (key for key in coldest_first if key in self._entries and key not in used)
-            self._policy.load(chain(loaded, recent))
+            self._policy.load(list(chain(loaded, recent)), dict(self._policy.states()))
 
     def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None, stored: bool = True) -> bool:
         """A chunk is on disk now: `stored` by a caller just now, which is a use of its whole prefix, or found there.
@@ -243,6 +305,10 @@ class Index:
                 for key in batch:
                     del times[key]
             return [(key, self._entries[key], ns) for key, ns in batch.items() if key in self._entries]
+
+    def mark(self) -> tuple[int, int, int]:
+        """Another value where anything was stored, used or removed since, but for what happens within one second."""
+        return (self._now_s, len(self._entries), self._blocks)
 
     def all_keys(self) -> list[ChunkKey]:
         with self._lock:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from lmcache_nvme_backend.store.keys import ChunkKey
+
+NO_STATES: Final[Mapping[ChunkKey, int]] = MappingProxyType({})
 
 
 class EvictionPolicy(Protocol):
@@ -16,8 +19,13 @@ class EvictionPolicy(Protocol):
     are always safe. An iterator of `coldest` is valid until the next call of any other method.
     """
 
-    def load(self, coldest_first: Iterable[ChunkKey]) -> None:
-        """Forget everything and start with these, in this order."""
+    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
+        """Forget everything and start with these, in this order. `states` is what `states()` told before the restart,
+        in whole or in part; keys that are not loaded may be in it."""
+
+    def states(self) -> Mapping[ChunkKey, int]:
+        """What shall be known of chunks after a restart beside their order: a number from 1 to 65535 each, for those
+        that have one."""
 
     def add(self, key: ChunkKey) -> None:
         """A chunk has just been stored."""
@@ -42,8 +50,11 @@ class TailFirstLru:
     def __init__(self) -> None:
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()
 
-    def load(self, coldest_first: Iterable[ChunkKey]) -> None:
+    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
         self._order = OrderedDict.fromkeys(coldest_first)
+
+    def states(self) -> Mapping[ChunkKey, int]:
+        return NO_STATES
 
     def add(self, key: ChunkKey) -> None:
         self._order[key] = None

@@ -117,11 +117,16 @@ class NamespaceScan:
         self.other_bytes = 0
 
     def __iter__(self) -> Iterator[Chunk]:
+        for _, chunks in self.shards():
+            yield from chunks
+
+    def shards(self) -> Iterator[tuple[int, Iterator[Chunk]]]:
+        """The same, shard by shard: (its number, its chunks)."""
         for name in list_dir_or_raise(self._dir):
             path = f"{self._dir}/{name}"
             if name in _SHARDS:
                 chunks, strays = parse_names(list_dir_or_raise(path), name)
-                yield from chunks
+                yield int(name, 16), chunks
                 self.other_bytes += sum(count_tree(f"{path}/{stray}") for stray in strays)
             elif name != DESCRIPTION:
                 self.other_bytes += count_tree(path)

@@ -6,7 +6,9 @@ import os
 import stat
 
 from lmcache_nvme_backend.store import osio, recovery
+from lmcache_nvme_backend.store.account import Ledger
 from lmcache_nvme_backend.store.namespace import DESCRIPTION
+from lmcache_nvme_backend.store.snapshot import FILE as SNAPSHOT
 
 
 class Removal:
@@ -60,7 +62,7 @@ def remove_file(path: str) -> bool | None:
         return False
 
 
-def remove_empty_namespace(directory: str) -> bool:
+def remove_empty_namespace(directory: str, ledger: Ledger) -> bool:
     """Take away the directories of a namespace that has no chunk left; anything unknown in them keeps them. Call it
     inside the root's lock, when no live session has the namespace open."""
     try:
@@ -71,6 +73,10 @@ def remove_empty_namespace(directory: str) -> bool:
     for shard in recovery.list_dir(directory):
         if shard in recovery.SHARDS:
             rmdir_quietly(f"{directory}/{shard}")
+    snapshot_path = f"{directory}/{SNAPSHOT}"
+    nbytes = recovery.count_tree(snapshot_path)
+    if remove_file(snapshot_path):
+        ledger.free(nbytes)
     if recovery.list_dir(directory) not in ([], [DESCRIPTION]):
         return False
     osio.unlink_quietly(f"{directory}/{DESCRIPTION}")

@@ -86,6 +86,7 @@ class StoreStats(msgspec.Struct):
     evicted_bytes: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+    snapshots_ignored: int = 0  # damaged, or of something else; the directory was listed instead
 
     @property
     def stores(self) -> int:

@@ -23,6 +23,10 @@ TOUCHES_PER_UPKEEP: Final = 12_000
 WRITE_BACK_S: Final = 5.0
 # Up to this many files open reads the recency itself (13 us each); above, a thread does it once lookups work.
 RANK_AT_OPEN: Final = 2_000
+# Below this many chunks a namespace has no snapshot: listing it takes a millisecond.
+SNAPSHOT_FROM: Final = 256
+# A new snapshot this often, where anything changed: 26 bytes a chunk, so some 4 GB a day for a million of them.
+SNAPSHOT_INTERVAL_S: Final = 600.0
 # close() waits this long for calls in flight; a disk that hangs longer must not hang the engine's exit.
 CLOSE_WAIT_S: Final = 30.0
 # How far a directory's time must lie back to prove that nothing changed since: file times move in kernel ticks.
@@ -34,14 +38,15 @@ class StoreSettings(msgspec.Struct, frozen=True):
 
     `quota_bytes` is for everything under the root, whoever put it there. `direct_io`: "auto" falls back to buffered
     I/O with a warning, "on" refuses to open instead. `fsync`: "data" calls fdatasync before a chunk is published;
-    correctness does not need it. `codec` is for new chunks; any chunk can be read. `lock_wait_s` bounds the wait for
+    correctness does not need it. `codec` is for new chunks; any chunk can be read; "zstd-split" is for
+    payloads of 16-bit numbers. `lock_wait_s` bounds the wait for
     another process at open.
     """
 
     quota_bytes: int
     direct_io: Literal["auto", "on", "off"] = "auto"
     fsync: Literal["none", "data"] = "none"
-    codec: Literal["none", "zstd"] = "none"
+    codec: Literal["none", "zstd", "zstd-split"] = "none"
     lock_wait_s: float = 30.0
 
     @property

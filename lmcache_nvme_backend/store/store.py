@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lmcache_nvme_backend.errors import ConfigError
-from lmcache_nvme_backend.store import osio, recovery
+from lmcache_nvme_backend.store import osio, recovery, snapshot
 from lmcache_nvme_backend.store import session as sessions
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.breaker import Breaker
@@ -18,14 +18,14 @@ from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
 from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import KEY_BYTES, ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
-from lmcache_nvme_backend.store.namespace import Namespace, write_description
+from lmcache_nvme_backend.store.namespace import DESCRIPTION, Namespace, write_description
 from lmcache_nvme_backend.store.opening import check_root, choose_transfer
-from lmcache_nvme_backend.store.policy import EvictionPolicy, TailFirstLru
+from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy, TailFirstLru
 from lmcache_nvme_backend.store.probe import DiskProbe
 from lmcache_nvme_backend.store.reader import Reader
 from lmcache_nvme_backend.store.removal import Removal, remove_file
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
-from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, STORE_LOCK_WAIT_S, StoreSettings
+from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, RANK_AT_OPEN, STORE_LOCK_WAIT_S, StoreSettings
 from lmcache_nvme_backend.store.upkeep import Upkeep
 from lmcache_nvme_backend.store.watcher import Watcher
 from lmcache_nvme_backend.store.writer import Writer
@@ -57,6 +57,8 @@ class ChunkStore:
         self._loaded = False
         self._foreign_bytes = 0  # as of the last count
         self._doubles: list[recovery.Chunk] = []
+        self._hint: snapshot.Snapshot | None = None  # while opening
+        self._uncounted = False  # the index comes from the hint, and the directory has not been listed yet
         self._session = sessions.Session(layout, namespace.raw_digest, settings.quota_bytes)
         self._account = Account(layout.account, self._recount)
         self._directory = layout.namespace(namespace.digest)
@@ -132,13 +134,17 @@ class ChunkStore:
 
     def _start(self, recount: bool) -> None:
         layout, namespace, settings = self._layout, self.namespace, self._settings
+        exact = self._read_hint()
         with self._account.locked(settings.lock_wait_s, force_recount=recount) as ledger:
             self._session.ensure()
             sessions.sweep(layout, ledger)
             self._watcher.begin()
             osio.make_dir_in_place_of_file(self._directory)
             alone = all(peer.session_id == self._session.id for peer in sessions.live_peers(layout))
-            if alone and not self._loaded:
+            if alone and not self._loaded and self._hint is not None and len(self._hint) > RANK_AT_OPEN:
+                self._index.restore(self._hint, exact)
+                self._loaded = self._uncounted = ledger.stale = True
+            elif alone and not self._loaded:
                 # Nobody has kept the account while no store was open: files may have come and gone.
                 found = self._recount()
                 ledger.used, ledger.reserved = found.used, found.reserved
@@ -164,15 +170,26 @@ class ChunkStore:
         for key, depth, blocks in self._doubles:
             self._remove_file(key, Entry(blocks, depth, None))
         self._upkeep = Upkeep(
-            layout, namespace.digest, settings, self._account, self._session, self._index, self._evictor, self._writer,
+            layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._writer,
             self._breaker,
         )  # fmt: skip
-        self._upkeep.start()
+        self._hint = None
+        self._upkeep.start(counted=not self._uncounted, ranked=self._uncounted and exact)
         self._warn_if_full()
+
+    def _read_hint(self) -> bool:
+        """Read the snapshot, if there is a good one. True where nobody has used the namespace since it was written, so
+        that its order is the last word."""
+        try:
+            self._hint = snapshot.read(self._directory, self.namespace.raw_digest)
+        except (OSError, ValueError):
+            self.stats.snapshots_ignored += 1
+        used_ns = recovery.file_time(f"{self._directory}/{DESCRIPTION}")
+        return self._hint is not None and self._hint.closed and used_ns is not None and self._hint.written_ns >= used_ns
 
     def _load(self, scan: recovery.NamespaceScan) -> int:
         """Fill the index; returns the bytes of all that lies in the namespace."""
-        self._doubles = self._index.load(scan)
+        self._doubles = self._index.load(scan, self._hint.states if self._hint is not None else NO_STATES)
         self._loaded = True
         return self._index.nbytes + sum(blocks for _, _, blocks in self._doubles) * BLOCK + scan.other_bytes
 
@@ -186,7 +203,13 @@ class ChunkStore:
         self._session.ensure()
         sessions.sweep(layout, Ledger(0, 0))
         scan = recovery.NamespaceScan(self._directory)
-        used = recovery.count_namespace(self._directory) if self._loaded else self._load(scan)
+        if self._uncounted:
+            for chunk in self._index.reconcile(scan.shards()):
+                remove_file(layout.chunk(self.namespace.digest, *chunk))
+            self._uncounted = False
+            used = self._index.nbytes + scan.other_bytes
+        else:
+            used = recovery.count_namespace(self._directory) if self._loaded else self._load(scan)
         used += recovery.count_store(layout, skip=self.namespace.digest)
         self._foreign_bytes = recovery.count_foreign(layout)
         used += self._foreign_bytes

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from lmcache_nvme_backend.store import osio, recovery
+from lmcache_nvme_backend.store import osio, recovery, snapshot
 from lmcache_nvme_backend.store.account import Account
 from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.evictor import Evictor
@@ -15,10 +15,12 @@ from lmcache_nvme_backend.store.format import MAX_UINT32
 from lmcache_nvme_backend.store.index import Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
-from lmcache_nvme_backend.store.namespace import DESCRIPTION
+from lmcache_nvme_backend.store.namespace import DESCRIPTION, Namespace
 from lmcache_nvme_backend.store.session import Session
 from lmcache_nvme_backend.store.settings import (
     RANK_AT_OPEN,
+    SNAPSHOT_FROM,
+    SNAPSHOT_INTERVAL_S,
     STORE_LOCK_WAIT_S,
     TOUCHES_PER_UPKEEP,
     UPKEEP_INTERVAL_S,
@@ -36,7 +38,7 @@ class Upkeep:
     def __init__(
         self,
         layout: Layout,
-        digest: str,
+        namespace: Namespace,
         settings: StoreSettings,
         account: Account,
         session: Session,
@@ -46,7 +48,8 @@ class Upkeep:
         breaker: Breaker,
     ) -> None:
         self._layout = layout
-        self._digest = digest
+        self._digest = namespace.digest
+        self._raw_digest = namespace.raw_digest
         self._settings = settings
         self._account = account
         self._session = session
@@ -57,11 +60,19 @@ class Upkeep:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nvme-store-upkeep", daemon=True)
         self._ranked = False
+        self._counted = True
         self._used_at = float("-inf")
+        self._snapshot_at = time.monotonic()
+        self._snapshot_of = (0, 0, 0)
 
-    def start(self) -> None:
-        """Rank the index and bring the root below the quota, here if that is quick, else in the thread."""
-        if len(self._index) <= RANK_AT_OPEN:
+    def start(self, counted: bool = True, ranked: bool = False) -> None:
+        """Rank the index and bring the root below the quota, here if that is quick, else in the thread.
+
+        Not `counted`: the index comes from a snapshot, and the thread lists the directory. `ranked`: its
+        order is known.
+        """
+        self._counted, self._ranked = counted, ranked
+        if counted and len(self._index) <= RANK_AT_OPEN:
             self._rank()
             self._trim()
         self._mark_use()
@@ -74,15 +85,18 @@ class Upkeep:
         if not self._breaker.open:
             self._flush(limit=len(self._index))
             self._mark_use()
+            self._write_snapshot(closed=self._ranked)
 
     def _run(self) -> None:
+        self._count()
         if not self._ranked:
             self._rank()
-            self._trim()
+        self._trim()
         while not self._stopping.wait(UPKEEP_INTERVAL_S):
             self._breaker.try_again()
             if self._breaker.open:
                 continue
+            self._count()
             self._flush(TOUCHES_PER_UPKEEP)
             self._writer.settle()
             self._writer.drop_written_pages()
@@ -90,6 +104,29 @@ class Upkeep:
             self._trim()
             if time.monotonic() - self._used_at > _USE_INTERVAL_S:
                 self._mark_use()
+            if time.monotonic() - self._snapshot_at > SNAPSHOT_INTERVAL_S and self._index.mark() != self._snapshot_of:
+                self._write_snapshot(closed=False)
+
+    def _count(self) -> None:
+        """List the directory behind an index that came from a snapshot."""
+        if not self._counted:
+            try:
+                with self._account.locked(STORE_LOCK_WAIT_S, force_recount=True):
+                    self._counted = True
+            except OSError:
+                pass
+
+    def _write_snapshot(self, closed: bool) -> None:
+        self._snapshot_at, self._snapshot_of = time.monotonic(), self._index.mark()
+        path = f"{self._layout.namespace(self._digest)}/{snapshot.FILE}"
+        try:
+            if len(self._index) < SNAPSHOT_FROM:
+                self._writer.remove(path)  # an old one would name what is gone
+                return
+            found = self._index.snapshot(closed)
+            self._writer.replace(path, snapshot.encode(found, self._raw_digest), snapshot.size_of(len(found)))
+        except OSError:
+            pass  # the next start lists the directory
 
     def _rank(self) -> None:
         """Read when each chunk was last used, and order the index by it: of those used together the deepest first."""

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from lmcache_nvme_backend.store import osio, recovery
+from lmcache_nvme_backend.store import osio, recovery, snapshot
 from lmcache_nvme_backend.store.direct_io import Pages, Pool, Transfer
 from lmcache_nvme_backend.store.format import BLOCK, Header, parse_header, parse_names
 from lmcache_nvme_backend.store.guest import Guest
@@ -88,6 +88,7 @@ class _Verifier:
         self._found.direct_io = self._transfer.direct
         for name in names:
             self._check_description(name)
+            self._check_snapshot(name)
             reader = Reader(self._tree.layout, NamespaceDigest(bytes.fromhex(name)), self._transfer)
             for key, depth, blocks in self._chunks(name):
                 self._check(reader, name, key, depth, blocks)
@@ -122,7 +123,7 @@ class _Verifier:
                 if not _is_dir(path):
                     self._found.strays.append(path)
                 yield from chunks
-            elif shard != DESCRIPTION:
+            elif shard not in (DESCRIPTION, snapshot.FILE):
                 self._found.strays.append(path)
 
     def _check_description(self, name: str) -> None:
@@ -139,6 +140,16 @@ class _Verifier:
         if not good:
             removed = self._guest is not None and osio.unlink_quietly(path)
             self._found.bad.append(Fault(path, "not the description of this namespace", 0, removed))
+
+    def _check_snapshot(self, name: str) -> None:
+        """The index's snapshot: absent is fine; a bad one would be ignored, and is of no use."""
+        directory = self._tree.directory(name)
+        path = f"{directory}/{snapshot.FILE}"
+        try:
+            snapshot.read(directory, bytes.fromhex(name))
+        except (OSError, ValueError) as error:
+            removed = self._guest is not None and self._guest.remove_own(path)
+            self._found.bad.append(Fault(path, f"not a snapshot of this namespace: {error}", 0, removed))
 
     def _check(self, reader: Reader, name: str, key: ChunkKey, depth: int, blocks: int) -> None:
         entry = Entry(blocks, depth, None)

@@ -7,13 +7,14 @@ import os
 import stat
 import time
 from collections import deque
+from collections.abc import Container, Iterable
 
 from lmcache_nvme_backend.store import codec, osio, recovery
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.direct_io import Transfer
 from lmcache_nvme_backend.store.evictor import Evictor
-from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, CODEC_ZSTD, MAX_UINT32, Header, blocks_of, checksum
+from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, MAX_UINT32, Header, blocks_of, checksum
 from lmcache_nvme_backend.store.index import Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
@@ -57,14 +58,15 @@ class Writer:
         self, key: ChunkKey, raw: memoryview, depth: int, parent: ChunkKey | None, tokens: int
     ) -> tuple[PutResult, int]:
         """(outcome, payload bytes written)."""
-        packed = codec.compress(raw) if self._settings.codec == "zstd" else None
-        payload = raw if packed is None else memoryview(packed)
+        kind, payload = CODEC_NONE, raw
+        if self._settings.codec != "none":
+            kind, payload = codec.compress(raw, split=self._settings.codec == "zstd-split")
         blocks = blocks_of(len(payload))
         nbytes = blocks * BLOCK
         if blocks > MAX_UINT32 or nbytes > self._settings.quota_bytes:
             return PutResult.QUOTA, 0
         header = Header(
-            key, self._namespace.raw_digest, depth, tokens, CODEC_NONE if packed is None else CODEC_ZSTD,
+            key, self._namespace.raw_digest, depth, tokens, kind,
             len(payload), len(raw), checksum(payload),
         )  # fmt: skip
         spare = frozenset(self._index.ancestors(parent))
@@ -105,7 +107,7 @@ class Writer:
         self._breaker.failed("write", error)
         return PutResult.IO_ERROR
 
-    def _reserve(self, nbytes: int, spare: frozenset[ChunkKey]) -> str | None:
+    def _reserve(self, nbytes: int, spare: Container[ChunkKey]) -> str | None:
         """A temporary's path, with room for it reserved; None where the quota has none."""
         for _ in range(8):
             with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
@@ -182,6 +184,44 @@ class Writer:
             ):
                 osio.make_dir_in_place_of_file(directory)
             osio.rename(temporary, path)
+
+    def replace(self, path: str, pieces: Iterable[bytes], nbytes: int) -> bool:
+        """Give a file of the store's own, of `nbytes` in all, a new content within the quota; False where there is no
+        room for it. Raises `OSError`."""
+        temporary = self._reserve(nbytes, ())
+        if temporary is None:
+            return False
+        published = False
+        try:
+            fd = osio.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                osio.fchmod(fd, 0o600)
+                at = 0
+                for piece in pieces:
+                    osio.write_fully(fd, [memoryview(piece)], at)
+                    at += len(piece)
+            finally:
+                osio.close_quietly(fd)
+            # Explicit, since the kernel's own clock for files runs up to a tick behind.
+            osio.utime(temporary, time.time_ns())
+            with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+                before = recovery.count_tree(path)
+                osio.rename(temporary, path)
+                published = True
+                ledger.used = max(0, ledger.used + nbytes - before)
+                self._change_reservation(ledger, -nbytes)
+        finally:
+            if not published:
+                self.abandon(temporary, nbytes)
+        return True
+
+    def remove(self, path: str) -> None:
+        """Take such a file away. Raises `OSError`."""
+        if not (nbytes := recovery.count_tree(path)):
+            return
+        with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+            if remove_file(path):
+                ledger.free(nbytes)
 
     def drop_written_pages(self) -> None:
         """Take buffered writes that have reached the disk by now out of the page cache."""

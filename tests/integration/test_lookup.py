@@ -91,7 +91,7 @@ def test_the_quota_holds_and_the_tail_goes_first(lmcache):
     """Under pressure a prefix loses its end, never its beginning."""
     one, tokens, _ = stored(lmcache, 10, quota_gib=0.0025, staging_mib=2)
     keys = [key for _, _, key in one.engine.token_database.process_tokens(tokens)]
-    names = [one.backend._digest(key).hex() for key in keys]
+    names = [one.backend._names.of(key).hex() for key in keys]
     lengths = []
     for seed in range(2, 40):
         one.store(prompt(CHUNK, seed=seed), PagedKv(CHUNK, seed=seed), request=f"s{seed}")
