@@ -244,8 +244,9 @@ class ChunkStore:
 
     # --- lookups
 
-    def match(self, keys: Sequence[ChunkKey], *, pin: bool = False) -> int:
-        """How many leading keys are present. `keys` is a prefix, head first.
+    def match(self, keys: Sequence[ChunkKey], *, pin: bool = False, again: bool = False) -> int:
+        """How many leading keys are present. `keys` is a prefix, head first: all that a request could use, since
+        the policy learns from what is missing, too. `again`: the same request has asked before.
 
         Refreshes the recency of those found, so that the head ends as the most recent, and pins each once more where
         `pin`. Present means that the file was there when this process last knew; its content is checked by `get`.
@@ -253,11 +254,14 @@ class ChunkStore:
         if self._closed:
             return 0
         self._watcher.follow(keys)
-        return self._index.use_prefix(keys, pin)
+        return self._index.use_prefix(keys, pin, again)
 
     def contains(self, key: ChunkKey, *, pin: bool = False) -> bool:
-        """`match` for one key."""
-        return self.match((key,), pin=pin) == 1
+        """Whether one chunk, of a prefix that a request has asked for, is present: refreshes and pins like `match`."""
+        if self._closed:
+            return False
+        self._watcher.follow((key,))
+        return self._index.use(key, pin)
 
     def pin(self, key: ChunkKey) -> bool:
         """Protect a present chunk from eviction by this store until as many `unpin`. False where it is not present."""

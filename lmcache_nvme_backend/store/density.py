@@ -1,0 +1,162 @@
+"""The default order of eviction: least hits to be expected for the room first."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final
+
+from lmcache_nvme_backend.store.ghosts import Ghosts, seconds_between
+from lmcache_nvme_backend.store.keys import ChunkKey
+from lmcache_nvme_backend.store.policy import NO_STATES
+from lmcache_nvme_backend.store.returns import CLASSES, MAX_USES, SAME_USE_S, Returns, bucket_of
+
+# The densities are worked out anew this often, some 3 ms each time.
+_LEARN_INTERVAL_S: Final = 30
+# A chunk's state over a restart: its class in three bits, and when it was used last in units of this, mod 2**12.
+_STATE_UNIT_S: Final = 64
+_STATE_TIMES: Final = 1 << 12
+
+
+class HitDensity:
+    """One queue a class of chunks (how often used, whether anything follows it in its prefix), each in the order of
+    `TailFirstLru`; the next to go is the front of the queue whose front has the lowest density (see `Returns`).
+
+    A chunk is never used less often than the ones after it in its prefix, nor longer ago, so the tail of a prefix
+    still goes before its head. Chunks that went are remembered as `Ghosts`, and go on counting their uses.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._queues: tuple[OrderedDict[ChunkKey, int], ...] = tuple(OrderedDict() for _ in range(CLASSES))
+        self._now = 0  # one object for all uses within a second
+        self._returns = Returns()
+        self._densities: list[list[float]] = []
+        self._learned_at = -_LEARN_INTERVAL_S
+        self.ghosts = Ghosts()
+
+    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
+        now = self._time()
+        self._queues = tuple(OrderedDict() for _ in range(CLASSES))
+        queues = self._queues
+        seconds: dict[int, int] = {0: 0}
+        for key in coldest_first:
+            state = states.get(key)
+            if state is None:
+                queues[1][key] = 0  # unknown: as if never used again, but somewhere inside its prefix
+                continue
+            units = (now // _STATE_UNIT_S - (state >> 4)) % _STATE_TIMES
+            used = max(0, now - units * _STATE_UNIT_S)
+            queues[state >> 1 & CLASSES - 1][key] = seconds.setdefault(used, used)
+
+    def states(self) -> Mapping[ChunkKey, int]:
+        shared: dict[int, int] = {}
+        found: dict[ChunkKey, int] = {}
+        for kind, queue in enumerate(self._queues):
+            for key, used in queue.items():
+                if used:
+                    state = (used // _STATE_UNIT_S % _STATE_TIMES) << 4 | kind << 1 | 1
+                    found[key] = shared.setdefault(state, state)
+        return found
+
+    def ordered(self) -> Iterator[ChunkKey]:
+        return chain.from_iterable(self._queues)
+
+    def add(self, key: ChunkKey) -> None:
+        now = self._time()
+        ghost = self.ghosts.find(key)
+        self._take(key)
+        self._queues[2 * ghost[0] if ghost is not None else 0][key] = now
+
+    def touch(self, prefix: Sequence[ChunkKey]) -> None:
+        self._use(prefix, again=False)
+
+    def asked(self, keys: Sequence[ChunkKey], found: int) -> None:
+        now = self._time()
+        self._returns.asked(keys, now)
+        self._use(keys if found == len(keys) else keys[:found], again=True)
+        ghosts = self.ghosts
+        for key in keys[found:]:
+            ghost = ghosts.find(key)
+            if ghost is None:
+                ghosts.put(key, 0, now)
+            else:
+                ghosts.put(key, ghost[0] + (seconds_between(ghost[1], now) >= SAME_USE_S), now)
+
+    def _use(self, prefix: Sequence[ChunkKey], again: bool) -> None:
+        """From the tail to the head, which ends as the most recent and is at least as often used."""
+        now = self._time()
+        queues = self._queues
+        kind = least = 0
+        followed = 0  # 1 behind the tail: something follows
+        for key in reversed(prefix):
+            queue = queues[kind]
+            used = queue.get(key)
+            if used is None:
+                for kind, queue in enumerate(queues):
+                    used = queue.get(key)
+                    if used is not None:
+                        break
+                else:
+                    raise KeyError(key)
+            uses = kind >> 1
+            if again and uses < MAX_USES and now - used >= SAME_USE_S:
+                uses += 1
+            if uses < least:
+                uses = least
+            least = uses
+            new = uses << 1 | kind & 1 | followed
+            followed = 1
+            if new == kind:
+                queue[key] = now
+                queue.move_to_end(key)
+            else:
+                del queue[key]
+                queues[new][key] = now
+                kind = new
+
+    def discard(self, key: ChunkKey) -> None:
+        found = self._take(key)
+        if found is not None:
+            kind, used = found
+            self.ghosts.put(key, kind >> 1, used)
+
+    def _take(self, key: ChunkKey) -> tuple[int, int] | None:
+        for kind, queue in enumerate(self._queues):
+            used = queue.pop(key, None)
+            if used is not None:
+                return kind, used
+        return None
+
+    def coldest(self) -> Iterator[ChunkKey]:
+        self._learn()
+        now = self._time()
+        densities = self._densities
+        fronts: list[tuple[float, int, int, ChunkKey, Iterator[tuple[ChunkKey, int]]]] = []
+
+        def enter(kind: int, rest: Iterator[tuple[ChunkKey, int]]) -> None:
+            for key, used in rest:
+                fronts.append((densities[kind][bucket_of(now - used)], used, kind, key, rest))
+                return
+
+        for kind, queue in enumerate(self._queues):
+            enter(kind, iter(queue.items()))
+        while fronts:
+            front = min(fronts)
+            fronts.remove(front)
+            yield front[3]
+            enter(front[2], front[4])
+
+    def _learn(self) -> None:
+        now = self._time()
+        if not 0 <= now - self._learned_at < _LEARN_INTERVAL_S:
+            self._learned_at = now
+            self._densities = self._returns.densities(now)
+
+    def _time(self) -> int:
+        now = int(self._clock())
+        if now != self._now:
+            self._now = now
+        return self._now
