@@ -18,6 +18,8 @@ _LEARN_INTERVAL_S: Final = 30
 # A chunk's state over a restart: its class in three bits, and when it was used last in units of this, mod 2**12.
 _STATE_UNIT_S: Final = 64
 _STATE_TIMES: Final = 1 << 12
+# A thousandth of the evictions of the last minutes, more or less, tells what room costs.
+_PRICE_WEIGHT: Final = 1 / 256
 
 
 class HitDensity:
@@ -35,6 +37,7 @@ class HitDensity:
         self._returns = Returns()
         self._densities: list[list[float]] = []
         self._learned_at = -_LEARN_INTERVAL_S
+        self._price = 0.0  # density of what went lately: what room costs
         self.ghosts = Ghosts()
 
     def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
@@ -78,12 +81,14 @@ class HitDensity:
         self._returns.asked(keys, now)
         self._use(keys if found == len(keys) else keys[:found], again=True)
         ghosts = self.ghosts
-        for key in keys[found:]:
+        least = 0  # who asks for a chunk asks for what is before it
+        for key in reversed(keys[found:]):
+            uses = 0
             ghost = ghosts.find(key)
-            if ghost is None:
-                ghosts.put(key, 0, now)
-            else:
-                ghosts.put(key, ghost[0] + (seconds_between(ghost[1], now) >= SAME_USE_S), now)
+            if ghost is not None:
+                uses = ghost[0] + (seconds_between(ghost[1], now) >= SAME_USE_S)
+            least = max(least, uses)
+            ghosts.put(key, least, now)
 
     def _use(self, prefix: Sequence[ChunkKey], again: bool) -> None:
         """From the tail to the head, which ends as the most recent and is at least as often used."""
@@ -122,6 +127,19 @@ class HitDensity:
         if found is not None:
             kind, used = found
             self.ghosts.put(key, kind >> 1, used)
+            if self._densities:
+                density = self._densities[kind][bucket_of(self._time() - used)]
+                self._price += (density - self._price) * _PRICE_WEIGHT
+
+    def uses(self, key: ChunkKey) -> int:
+        """How often a chunk that is not here was asked for before now, as far as is remembered."""
+        ghost = self.ghosts.find(key)
+        return ghost[0] if ghost is not None else 0
+
+    def chance(self, key: ChunkKey) -> float:
+        """How likely a chunk that is stored now is asked for again before it has to give up its room."""
+        self._learn()
+        return self._returns.chance(2 * self.uses(key) + 1, self._densities, self._price)
 
     def _take(self, key: ChunkKey) -> tuple[int, int] | None:
         for kind, queue in enumerate(self._queues):

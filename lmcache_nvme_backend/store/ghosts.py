@@ -1,7 +1,7 @@
 """What is remembered of chunks that are not here: that they were asked for, and how often.
 
-A table of fixed size in which a newer chunk takes the slot of an older one: forgetting is always safe, and so is a
-damaged or missing file, which is an empty table. Little-endian:
+A table of fixed size in which newer chunks take the slots of older ones: forgetting is always safe, and so is a damaged
+or missing file, which is an empty table. Little-endian:
 
 ======  ====  ==========================================================================================
 offset  size  field
@@ -30,6 +30,8 @@ from lmcache_nvme_backend.store.keys import ChunkKey
 FILE: Final = "ghosts"
 # 512 KiB of memory and of disk a namespace. On the conversation trace that is a third of all blocks of an hour.
 SLOTS: Final = 1 << 16
+# A chunk has one of this many slots: the oldest of eight go nearly in the order of their age, and one look is short.
+_WAYS: Final = 8
 MAX_USES: Final = 3
 
 _MAGIC: Final = b"KVGHST\x01\n"
@@ -46,16 +48,26 @@ class Ghosts:
 
     def find(self, key: ChunkKey) -> tuple[int, int] | None:
         """(uses, second of the last one mod 2**30) of a chunk; None where it is not remembered."""
-        slot = self._slots[int.from_bytes(key[8:10], "little")]
-        if not slot or slot >> 32 != int.from_bytes(key[10:14], "little"):
-            return None
-        return slot >> 30 & MAX_USES, slot & _TIME_MASK
+        at = int.from_bytes(key[8:10], "little") & -_WAYS
+        mark = int.from_bytes(key[10:14], "little")
+        for slot in self._slots[at : at + _WAYS]:
+            if slot >> 32 == mark and slot:
+                return slot >> 30 & MAX_USES, slot & _TIME_MASK
+        return None
 
     def put(self, key: ChunkKey, uses: int, now_s: int) -> None:
-        """Remember a chunk, in place of whatever had its slot."""
-        self._slots[int.from_bytes(key[8:10], "little")] = (
-            int.from_bytes(key[10:14], "little") << 32 | min(uses, MAX_USES) << 30 | now_s & _TIME_MASK
-        )
+        """Remember a chunk, in place of the one in its set that was used longest ago."""
+        at = int.from_bytes(key[8:10], "little") & -_WAYS
+        mark = int.from_bytes(key[10:14], "little")
+        oldest, oldest_age = at, -1
+        for place, slot in enumerate(self._slots[at : at + _WAYS], at):
+            age = seconds_between(slot & _TIME_MASK, now_s) if slot else _TIME_MASK
+            if slot and slot >> 32 == mark:
+                oldest = place
+                break
+            if age > oldest_age:
+                oldest, oldest_age = place, age
+        self._slots[oldest] = mark << 32 | min(uses, MAX_USES) << 30 | now_s & _TIME_MASK
         self.changed = True
 
     def encode(self, namespace: bytes) -> Iterator[bytes]:

@@ -47,7 +47,7 @@ class Returns:
         self._ended = _table()  # lifetimes whose end, by a return or by losing sight, was seen in this bucket
         self._part = _table()  # seconds that those spent in that bucket
         self._count = 0
-        self._order: tuple[ChunkKey, ...] = ()
+        self._latest: list[list[float]] = []
 
     def asked(self, keys: Sequence[ChunkKey], now_s: int) -> None:
         """A request asks for this prefix; what of it is here does not matter."""
@@ -95,7 +95,7 @@ class Returns:
     def densities(self, now_s: int) -> list[list[float]]:
         """Hits a second by class and bucket of age. Never higher for an older chunk or for one used less often, so
         that no chunk comes after one that depends on it."""
-        rates = self._rates(now_s)
+        rates = self._latest = self._rates(now_s)
         table = [_densities(row) for row in rates]
         for row in table:
             for age in reversed(range(_BUCKETS - 1)):
@@ -104,6 +104,15 @@ class Returns:
             for below in ({kind - 1, kind - 2} if kind & 1 else {kind - 2}) - {-1, -2}:
                 table[kind] = [max(pair) for pair in zip(table[kind], table[below])]
         return table
+
+    def chance(self, kind: int, densities: list[list[float]], price: float) -> float:
+        """How likely a new chunk of this class returns before its density falls below `price`."""
+        hazard = 0.0
+        for bucket, density in enumerate(densities[kind]):
+            if density < price:
+                break
+            hazard += self._latest[kind][bucket] * _WIDTHS[bucket]
+        return -math.expm1(-hazard)
 
     def _rates(self, now_s: int) -> list[list[float]]:
         """Returns a second of what has not returned yet, by class and bucket."""
