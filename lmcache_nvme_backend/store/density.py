@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Final
 
 from lmcache_nvme_backend.store.ghosts import Ghosts, seconds_between
@@ -18,6 +19,8 @@ _LEARN_INTERVAL_S: Final = 30
 # A chunk's state over a restart: its class in three bits, and when it was used last in units of this, mod 2**12.
 _STATE_UNIT_S: Final = 64
 _STATE_TIMES: Final = 1 << 12
+# A million classes in a row still fit into one unit.
+_TURN_S: Final = 1e-6
 # A thousandth of the evictions of the last minutes, more or less, tells what room costs.
 _PRICE_WEIGHT: Final = 1 / 256
 
@@ -32,44 +35,57 @@ class HitDensity:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._queues: tuple[OrderedDict[ChunkKey, int], ...] = tuple(OrderedDict() for _ in range(CLASSES))
-        self._now = 0  # one object for all uses within a second
+        self._queues: tuple[OrderedDict[ChunkKey, float], ...] = tuple(OrderedDict() for _ in range(CLASSES))
         self._returns = Returns()
         self._densities: list[list[float]] = []
-        self._learned_at = -_LEARN_INTERVAL_S
+        self._learned_at = float("-inf")
+        self._asks = False  # whether lookups come here at all
         self._price = 0.0  # density of what went lately: what room costs
-        self.ghosts = Ghosts()
+        self._ghosts = Ghosts()
+        self.ghosts: Ghosts | None = self._ghosts
 
-    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
-        now = self._time()
+    def load(
+        self,
+        coldest_first: Iterable[ChunkKey],
+        states: Mapping[ChunkKey, int] = NO_STATES,
+        *,
+        by_time: bool = False,
+    ) -> None:
+        now = self._clock()
+        unit = int(now) // _STATE_UNIT_S
         self._queues = tuple(OrderedDict() for _ in range(CLASSES))
         queues = self._queues
-        seconds: dict[int, int] = {0: 0}
+        used, since, turns, last = 0.0, 0, 0, -1
         for key in coldest_first:
-            state = states.get(key)
-            if state is None:
-                queues[1][key] = 0  # unknown: as if never used again, but somewhere inside its prefix
-                continue
-            units = (now // _STATE_UNIT_S - (state >> 4)) % _STATE_TIMES
-            used = max(0, now - units * _STATE_UNIT_S)
-            queues[state >> 1 & CLASSES - 1][key] = seconds.setdefault(used, used)
+            state = states.get(key, 0)
+            # Unknown: as if never used again, but somewhere inside its prefix.
+            kind = state >> 1 & CLASSES - 1 if state else 1
+            known = (unit - (unit - (state >> 4)) % _STATE_TIMES) * _STATE_UNIT_S if state else 0
+            if by_time:
+                known = max(since, known)  # the order is later news than the states
+            if known != since or kind != last:
+                # Times that keep the order across the queues, one object for all in a row.
+                turns += 1
+                since, last, used = known, kind, known + turns * _TURN_S
+            queues[kind][key] = used
 
     def states(self) -> Mapping[ChunkKey, int]:
         shared: dict[int, int] = {}
         found: dict[ChunkKey, int] = {}
         for kind, queue in enumerate(self._queues):
             for key, used in queue.items():
-                if used:
-                    state = (used // _STATE_UNIT_S % _STATE_TIMES) << 4 | kind << 1 | 1
+                if used > _STATE_UNIT_S:
+                    state = (int(used) // _STATE_UNIT_S % _STATE_TIMES) << 4 | kind << 1 | 1
                     found[key] = shared.setdefault(state, state)
         return found
 
     def ordered(self) -> Iterator[ChunkKey]:
-        return chain.from_iterable(self._queues)
+        items = chain.from_iterable(queue.items() for queue in self._queues)  # as many sorted runs as queues
+        return iter([key for key, _ in sorted(items, key=itemgetter(1))])
 
     def add(self, key: ChunkKey) -> None:
-        now = self._time()
-        ghost = self.ghosts.find(key)
+        now = self._clock()
+        ghost = self._ghosts.find(key)
         self._take(key)
         self._queues[2 * ghost[0] if ghost is not None else 0][key] = now
 
@@ -77,22 +93,23 @@ class HitDensity:
         self._use(prefix, again=False)
 
     def asked(self, keys: Sequence[ChunkKey], found: int) -> None:
-        now = self._time()
-        self._returns.asked(keys, now)
+        now = self._clock()
+        self._asks = True
+        self._returns.asked(keys, int(now))
         self._use(keys if found == len(keys) else keys[:found], again=True)
-        ghosts = self.ghosts
+        ghosts = self._ghosts
         least = 0  # who asks for a chunk asks for what is before it
         for key in reversed(keys[found:]):
             uses = 0
             ghost = ghosts.find(key)
             if ghost is not None:
-                uses = ghost[0] + (seconds_between(ghost[1], now) >= SAME_USE_S)
+                uses = ghost[0] + (seconds_between(ghost[1], int(now)) >= SAME_USE_S)
             least = max(least, uses)
-            ghosts.put(key, least, now)
+            ghosts.put(key, least, int(now))
 
     def _use(self, prefix: Sequence[ChunkKey], again: bool) -> None:
         """From the tail to the head, which ends as the most recent and is at least as often used."""
-        now = self._time()
+        now = self._clock()  # one object for all of them
         queues = self._queues
         kind = least = 0
         followed = 0  # 1 behind the tail: something follows
@@ -100,12 +117,9 @@ class HitDensity:
             queue = queues[kind]
             used = queue.get(key)
             if used is None:
-                for kind, queue in enumerate(queues):
-                    used = queue.get(key)
-                    if used is not None:
-                        break
-                else:
-                    raise KeyError(key)
+                kind = next(kind for kind, queue in enumerate(queues) if key in queue)
+                queue = queues[kind]
+                used = queue[key]
             uses = kind >> 1
             if again and uses < MAX_USES and now - used >= SAME_USE_S:
                 uses += 1
@@ -126,22 +140,32 @@ class HitDensity:
         found = self._take(key)
         if found is not None:
             kind, used = found
-            self.ghosts.put(key, kind >> 1, used)
+            self._ghosts.put(key, kind >> 1, int(used))
             if self._densities:
-                density = self._densities[kind][bucket_of(self._time() - used)]
+                density = self._densities[kind][bucket_of(int(self._clock() - used))]
                 self._price += (density - self._price) * _PRICE_WEIGHT
 
-    def uses(self, key: ChunkKey) -> int:
-        """How often a chunk that is not here was asked for before now, as far as is remembered."""
-        ghost = self.ghosts.find(key)
-        return ghost[0] if ghost is not None else 0
+    def offered(self, key: ChunkKey) -> int:
+        now = self._clock()
+        ghost = self._ghosts.find(key)
+        if ghost is None:
+            self._ghosts.put(key, 0, int(now))
+            return 0
+        if self._asks:
+            return ghost[0]
+        # A rank that is never asked (`lookup_server_worker_ids`) sees only what is offered.
+        uses = ghost[0] + (seconds_between(ghost[1], int(now)) >= SAME_USE_S)
+        self._ghosts.put(key, uses, int(now))
+        return uses
 
     def chance(self, key: ChunkKey) -> float:
-        """How likely a chunk that is stored now is asked for again before it has to give up its room."""
+        if not self._returns.has_learned:
+            return 1.0
         self._learn()
-        return self._returns.chance(2 * self.uses(key) + 1, self._densities, self._price)
+        ghost = self._ghosts.find(key)
+        return self._returns.chance(2 * (ghost[0] if ghost is not None else 0) + 1, self._densities, self._price)
 
-    def _take(self, key: ChunkKey) -> tuple[int, int] | None:
+    def _take(self, key: ChunkKey) -> tuple[int, float] | None:
         for kind, queue in enumerate(self._queues):
             used = queue.pop(key, None)
             if used is not None:
@@ -150,13 +174,13 @@ class HitDensity:
 
     def coldest(self) -> Iterator[ChunkKey]:
         self._learn()
-        now = self._time()
+        now = self._clock()
         densities = self._densities
-        fronts: list[tuple[float, int, int, ChunkKey, Iterator[tuple[ChunkKey, int]]]] = []
+        fronts: list[tuple[float, float, int, ChunkKey, Iterator[tuple[ChunkKey, float]]]] = []
 
-        def enter(kind: int, rest: Iterator[tuple[ChunkKey, int]]) -> None:
+        def enter(kind: int, rest: Iterator[tuple[ChunkKey, float]]) -> None:
             for key, used in rest:
-                fronts.append((densities[kind][bucket_of(now - used)], used, kind, key, rest))
+                fronts.append((densities[kind][bucket_of(int(now - used))], used, kind, key, rest))
                 return
 
         for kind, queue in enumerate(self._queues):
@@ -168,13 +192,7 @@ class HitDensity:
             enter(front[2], front[4])
 
     def _learn(self) -> None:
-        now = self._time()
+        now = self._clock()
         if not 0 <= now - self._learned_at < _LEARN_INTERVAL_S:
             self._learned_at = now
-            self._densities = self._returns.densities(now)
-
-    def _time(self) -> int:
-        now = int(self._clock())
-        if now != self._now:
-            self._now = now
-        return self._now
+            self._densities = self._returns.densities(int(now))

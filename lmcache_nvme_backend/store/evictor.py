@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from lmcache_nvme_backend.store import osio, recovery, session, snapshot
+from lmcache_nvme_backend.store import ghosts, osio, recovery, session, snapshot
 from lmcache_nvme_backend.store.account import Account, Ledger
 from lmcache_nvme_backend.store.format import BLOCK
 from lmcache_nvme_backend.store.index import Entry, Index
@@ -190,9 +190,10 @@ class Evictor:
             for shard in recovery.list_dir(directory):
                 if shard in recovery.SHARDS:
                     _rmdir_quietly(f"{directory}/{shard}")
-            snapshot_bytes = recovery.count_tree(f"{directory}/{snapshot.FILE}")
-            if remove_file(f"{directory}/{snapshot.FILE}"):
-                ledger.free(snapshot_bytes)
+            for hint in (snapshot.FILE, ghosts.FILE):
+                hint_bytes = recovery.count_tree(f"{directory}/{hint}")
+                if remove_file(f"{directory}/{hint}"):
+                    ledger.free(hint_bytes)
             if recovery.list_dir(directory) in ([], [DESCRIPTION]):
                 osio.unlink_quietly(f"{directory}/{DESCRIPTION}")
                 _rmdir_quietly(directory)

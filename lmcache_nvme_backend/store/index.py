@@ -11,6 +11,7 @@ from itertools import chain, repeat
 import msgspec
 
 from lmcache_nvme_backend.store.format import BLOCK
+from lmcache_nvme_backend.store.ghosts import Ghosts
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy
 from lmcache_nvme_backend.store.snapshot import Snapshot
@@ -215,6 +216,21 @@ class Index:
             closed,
         )
 
+    @property
+    def ghosts(self) -> Ghosts | None:
+        """What is remembered of chunks that are not here."""
+        return self._policy.ghosts
+
+    def offered(self, key: ChunkKey) -> int:
+        """How often a chunk that could be stored was asked for before this time, as far as the policy knows."""
+        with self._lock:
+            return self._policy.offered(key)
+
+    def chance(self, key: ChunkKey) -> float:
+        """How likely it would be asked for again before it had to go."""
+        with self._lock:
+            return self._policy.chance(key)
+
     def keep(self, key: ChunkKey, entry: Entry) -> None:
         """A chunk that was taken for eviction stays: it becomes the most recent."""
         with self._lock:
@@ -230,7 +246,7 @@ class Index:
             self._used = None
             recent = [key for key in self._policy.ordered() if key in used]
             loaded = (key for key in coldest_first if key in self._entries and key not in used)
-            self._policy.load(list(chain(loaded, recent)), dict(self._policy.states()))
+            self._policy.load(list(chain(loaded, recent)), dict(self._policy.states()), by_time=True)
 
     def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None, stored: bool = True) -> bool:
         """A chunk is on disk now: `stored` by a caller just now, which is a use of its whole prefix, or found there.

@@ -18,6 +18,8 @@ class PutResult(Enum):
     IO_ERROR = "io error"
     LOCK_WAIT = "lock wait"  # the root's lock was not free within the store path's bound
     CLOSED = "closed"
+    FIRST_SIGHT = "first sight"  # not worth writing before it is asked for again
+    WRITE_BUDGET = "write budget"  # the day's budget of bytes is spent
 
     @property
     def kept(self) -> bool:

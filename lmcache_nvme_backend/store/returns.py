@@ -35,6 +35,8 @@ _WINDOW: Final = 8192
 _POOLED_WEIGHT: Final = 3.0
 _CLASS_WEIGHT: Final = 10.0
 _FALL: Final = 1.5
+# Lifetimes seen to their end before a chunk is refused for what they tell.
+_ENOUGH: Final = 500
 
 
 class Returns:
@@ -48,6 +50,11 @@ class Returns:
         self._part = _table()  # seconds that those spent in that bucket
         self._count = 0
         self._latest: list[list[float]] = []
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether enough has been seen to go by it."""
+        return self._count >= _ENOUGH
 
     def asked(self, keys: Sequence[ChunkKey], now_s: int) -> None:
         """A request asks for this prefix; what of it is here does not matter."""

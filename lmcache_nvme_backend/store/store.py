@@ -11,6 +11,8 @@ from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import osio, recovery, snapshot
 from lmcache_nvme_backend.store import session as sessions
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
+from lmcache_nvme_backend.store.admission import Admission
+from lmcache_nvme_backend.store.density import HitDensity
 from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
 from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
@@ -19,13 +21,14 @@ from lmcache_nvme_backend.store.keys import KEY_BYTES, ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, Namespace, write_description
 from lmcache_nvme_backend.store.opening import check_root, choose_transfer
-from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy, TailFirstLru
+from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy
 from lmcache_nvme_backend.store.reader import Reader
 from lmcache_nvme_backend.store.removal import Removal, remove_file
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
 from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, RANK_AT_OPEN, STORE_LOCK_WAIT_S, StoreSettings
 from lmcache_nvme_backend.store.upkeep import Upkeep
 from lmcache_nvme_backend.store.watcher import Watcher
+from lmcache_nvme_backend.store.write_budget import WriteBudget
 from lmcache_nvme_backend.store.writer import Writer
 
 
@@ -61,6 +64,8 @@ class ChunkStore:
         self._account = Account(layout.account, self._recount)
         self._directory = layout.namespace(namespace.digest)
         self._watcher = Watcher(layout, self._session, namespace.digest, self._index)
+        self._budget = WriteBudget(layout.writes, settings.write_budget_bytes_per_day)
+        self._admission = Admission(settings, self._account, self._index, self._budget)
         self._evictor = Evictor(layout, self._account, namespace.digest, self._index, settings, self.stats)
         self._calls = threading.Condition()
         self._in_flight = 0
@@ -88,7 +93,7 @@ class ChunkStore:
         `warnings`.
         """
         layout = check_root(root, settings)
-        store = cls(layout, namespace, settings, policy or TailFirstLru())
+        store = cls(layout, namespace, settings, policy or HitDensity())
         try:
             store._start()
         except LockTimeout:
@@ -115,6 +120,8 @@ class ChunkStore:
     def _start(self) -> None:
         layout, namespace, settings = self._layout, self.namespace, self._settings
         exact = self._read_hint()
+        if self._index.ghosts is not None:
+            self._index.ghosts.read(self._directory, namespace.raw_digest)
         with self._account.locked(settings.lock_wait_s) as ledger:
             self._session.ensure()
             sessions.sweep(layout, ledger)
@@ -137,8 +144,9 @@ class ChunkStore:
             self._load(recovery.NamespaceScan(self._directory))
         self._reader = Reader(layout, namespace, self._transfer)
         self._writer = Writer(
-            layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer
-        )
+            layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer,
+            self._budget,
+        )  # fmt: skip
         for path in (probe_path, description_path):  # gone, unless their removal failed
             self._writer.abandon(path, 0)
         for key, depth, blocks in self._doubles:
@@ -271,6 +279,14 @@ class ChunkStore:
         """Take one pin away. False where there was none."""
         return self._index.unpin(key)
 
+    def refusal(self, key: ChunkKey) -> PutResult | None:
+        """Why a chunk that is not present is not to be stored now, by `settings.admission` and the write budget: to be
+        asked before its bytes are brought here, in the order of the prefix. None where `put` may be called.
+
+        What follows a refused chunk in its prefix is of no use, either. `put` itself goes by the budget alone.
+        """
+        return PutResult.CLOSED if self._closed else self._admission.refusal(key)
+
     # --- bytes
 
     def put(
@@ -309,6 +325,7 @@ class ChunkStore:
                 if self._file_is_there(key, entry) and self._index.use(key):
                     return PutResult.EXISTS, 0
                 self._index.discard(key, entry)
+            self._admission.largest = max(self._admission.largest, len(view))
             return self._writer.write(key, view, depth, parent, tokens)
         finally:
             with self._calls:
