@@ -159,8 +159,6 @@ class HitDensity:
         return uses
 
     def chance(self, key: ChunkKey) -> float:
-        if not self._returns.has_learned:
-            return 1.0
         self._learn()
         ghost = self._ghosts.find(key)
         return self._returns.chance(2 * (ghost[0] if ghost is not None else 0) + 1, self._densities, self._price)

@@ -35,7 +35,7 @@ _WINDOW: Final = 8192
 _POOLED_WEIGHT: Final = 3.0
 _CLASS_WEIGHT: Final = 10.0
 _FALL: Final = 1.5
-# Lifetimes seen to their end before a chunk is refused for what they tell.
+# Lifetimes seen, in whole or in part, before a chunk is refused for what they tell.
 _ENOUGH: Final = 500
 
 
@@ -54,7 +54,7 @@ class Returns:
     @property
     def has_learned(self) -> bool:
         """Whether enough has been seen to go by it."""
-        return self._count >= _ENOUGH
+        return self._count + len(self._followed) >= _ENOUGH
 
     def asked(self, keys: Sequence[ChunkKey], now_s: int) -> None:
         """A request asks for this prefix; what of it is here does not matter."""
@@ -102,6 +102,8 @@ class Returns:
     def densities(self, now_s: int) -> list[list[float]]:
         """Hits a second by class and bucket of age. Never higher for an older chunk or for one used less often, so
         that no chunk comes after one that depends on it."""
+        if not self.has_learned:
+            return _table()  # all alike: what was used last is kept
         rates = self._latest = self._rates(now_s)
         table = [_densities(row) for row in rates]
         for row in table:
@@ -113,7 +115,10 @@ class Returns:
         return table
 
     def chance(self, kind: int, densities: list[list[float]], price: float) -> float:
-        """How likely a new chunk of this class returns before its density falls below `price`."""
+        """How likely a new chunk of this class returns before its density falls below `price`; 1 where nothing has
+        been learned."""
+        if not self._latest:
+            return 1.0
         hazard = 0.0
         for bucket, density in enumerate(densities[kind]):
             if density < price:
