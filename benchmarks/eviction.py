@@ -127,7 +127,6 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="eviction-") as folder:
         budget = WriteBudget(f"{folder}/writes", settings.write_budget_bytes_per_day, lambda: int(now * 1e9))
         gate = Admission(settings, Full(index), index, budget)  # type: ignore[arg-type]
-        gate.largest = BLOCK
         for number, (at, keys) in enumerate(requests):
             now = EPOCH_S + at
             hits = index.use_prefix(keys, pin=False)
@@ -146,7 +145,8 @@ def replay(
             for depth in range(hits, len(keys)):
                 key = keys[depth]
                 if key not in index:
-                    if gate.refusal(key) is not None or not make_room(index, settings, spare) or not budget.take(BLOCK):
+                    admitted = gate.refusal(key, BLOCK) is None and make_room(index, settings, spare)
+                    if not admitted or not budget.take(BLOCK):
                         break
                     index.add(key, depth, 1, keys[depth - 1] if depth else None)
                     written.add(key)

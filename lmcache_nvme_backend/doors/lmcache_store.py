@@ -151,7 +151,7 @@ class ChunkSaver:
         elif self._store.contains(digest) or self.writes(digest):
             # It is there: its bytes go nowhere, and nothing is lost.
             target.refused, call.request.last = True, digest
-        elif call.request.admits(depth) and (refusal := self._store.refusal(digest)) is not None:
+        elif call.request.admits(depth) and (refusal := self._refusal(digest)) is not None:
             # Not a loss: what follows would hang in the air all the same, and is counted alike.
             self._refuse(target, refusal.value, refusal.value)
         obj = self._allocator.streamed(
@@ -184,6 +184,11 @@ class ChunkSaver:
         if target.slot is None:
             target.slot = ring.discard
         return target.slot
+
+    def _refusal(self, digest: ChunkKey) -> PutResult | None:
+        """Why a streamed chunk is not to be stored; its size is a slot's at most."""
+        assert self._allocator is not None
+        return self._store.refusal(digest, self._allocator.ring.slot_bytes)
 
     def _refuse(self, target: StoreTarget, cause: str, rest: str = PREFIX_LOST) -> None:
         target.refused = True
@@ -249,7 +254,7 @@ class ChunkSaver:
         if not request.admits(depth):
             self.dropped.add(request.cause)
             return None
-        if not self._store.contains(digest) and (refusal := self._store.refusal(digest)) is not None:
+        if not self._store.contains(digest) and (refusal := self._store.refusal(digest, obj.get_size())) is not None:
             request.refuse(depth, refusal.value)
             self.dropped.add(refusal.value)
             return None

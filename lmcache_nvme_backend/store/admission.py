@@ -9,6 +9,8 @@ first sight while there is room, and else where the chance that it returns befor
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Final
 
 from lmcache_nvme_backend.store.account import Account
@@ -23,6 +25,8 @@ from lmcache_nvme_backend.store.write_budget import WriteBudget
 WORTHWHILE_CHANCE: Final = 0.1
 # Evicting frees some headroom at a time (1/64 of the quota at most), so a full root is never quite full.
 _FULL_SHARE: Final = 31 / 32
+# Chunks admitted within this time have not all been written, and taken out of the budget, yet.
+_LOOK_INTERVAL_S: Final = 1.0
 
 
 class Admission:
@@ -33,16 +37,15 @@ class Admission:
         self._account = account
         self._index = index
         self._budget = budget
-        self.largest = 1  # bytes of the largest chunk so far
+        self._mutex = threading.Lock()
+        self._left = 0  # of the budget, as of `_left_at`, less what has been admitted since
+        self._left_at = float("-inf")
 
-    def refusal(self, key: ChunkKey) -> PutResult | None:
-        """Why a chunk that is not here is not to be written; None where it is."""
-        scarce = False
-        if self._budget.limited:
-            left = self._budget.left()
-            if left < self.largest:
-                return PutResult.WRITE_BUDGET
-            scarce = self._budget.share_left() < 0.5
+    def refusal(self, key: ChunkKey, nbytes: int) -> PutResult | None:
+        """Why a chunk that is not here is not to be written, as one of `nbytes`; None where it is."""
+        if self._budget.limited and not self._grant(nbytes):
+            return PutResult.WRITE_BUDGET
+        scarce = self._budget.limited and self._budget.is_scarce(self._left)
         mode = self._settings.admission
         if mode == "all":
             return None
@@ -53,6 +56,18 @@ class Admission:
         if self._is_full() and self._index.chance(key) < WORTHWHILE_CHANCE:
             return PutResult.FIRST_SIGHT
         return None
+
+    def _grant(self, nbytes: int) -> bool:
+        """Whether the budget has room beside what was just admitted: writes run side by side, and what a prefix gets
+        of it has to be its head."""
+        with self._mutex:
+            now = time.monotonic()
+            if now - self._left_at > _LOOK_INTERVAL_S:
+                self._left, self._left_at = self._budget.left(), now
+            if self._left < nbytes:
+                return False
+            self._left -= nbytes
+            return True
 
     def _is_full(self) -> bool:
         ledger = self._account.peek()

@@ -279,13 +279,14 @@ class ChunkStore:
         """Take one pin away. False where there was none."""
         return self._index.unpin(key)
 
-    def refusal(self, key: ChunkKey) -> PutResult | None:
-        """Why a chunk that is not present is not to be stored now, by `settings.admission` and the write budget: to be
-        asked before its bytes are brought here, in the order of the prefix. None where `put` may be called.
+    def refusal(self, key: ChunkKey, nbytes: int = 0) -> PutResult | None:
+        """Why a chunk of `nbytes` that is not present is not to be stored now, by `settings.admission` and the write
+        budget: to be asked before its bytes are brought here, in the order of the prefix. None where `put` may be
+        called.
 
         What follows a refused chunk in its prefix is of no use, either. `put` itself goes by the budget alone.
         """
-        return PutResult.CLOSED if self._closed else self._admission.refusal(key)
+        return PutResult.CLOSED if self._closed else self._admission.refusal(key, nbytes)
 
     # --- bytes
 
@@ -325,7 +326,6 @@ class ChunkStore:
                 if self._file_is_there(key, entry) and self._index.use(key):
                     return PutResult.EXISTS, 0
                 self._index.discard(key, entry)
-            self._admission.largest = max(self._admission.largest, len(view))
             return self._writer.write(key, view, depth, parent, tokens)
         finally:
             with self._calls:

@@ -54,9 +54,9 @@ class WriteBudget:
         left, since = _parse(data) or (0, now)
         return min(self._most, left + max(0, now - since) * self._refill // _DAY_NS)
 
-    def share_left(self) -> float:
-        """How full the bucket is, 0 to 1."""
-        return self.left() / self._most if self._most else 1.0
+    def is_scarce(self, left: int) -> bool:
+        """Whether less than half of what the bucket can hold is left."""
+        return left < self._most // 2
 
     def take(self, nbytes: int) -> bool:
         """Spend bytes that are about to be written; False where that many are not left, or where it cannot be noted."""

@@ -183,10 +183,10 @@ def test_auto_writes_what_returns_in_time_and_all_while_there_is_room(root, cloc
     account.used = (100 if full else 50) * BLOCK
     key = digest_fields("fresh")
     index.use_prefix((key,), pin=False)
-    assert (admission.refusal(key) is None) is written
+    assert (admission.refusal(key, BLOCK) is None) is written
     clock.now += 30
     index.use_prefix((key,), pin=False)
-    assert admission.refusal(key) is None, "second sight is always good enough"
+    assert admission.refusal(key, BLOCK) is None, "second sight is always good enough"
 
 
 def test_auto_writes_everything_before_it_has_learned(root, clock):
@@ -196,7 +196,7 @@ def test_auto_writes_everything_before_it_has_learned(root, clock):
     admission = Admission(
         StoreSettings(quota_bytes=100 * BLOCK, admission="auto"), account, index, WriteBudget(f"{root}/writes", 0)
     )
-    assert admission.refusal(digest_fields("x")) is None
+    assert admission.refusal(digest_fields("x"), BLOCK) is None
 
 
 # --- the write budget
@@ -254,7 +254,7 @@ def test_all_stores_of_a_root_share_one_budget(root):
         assert put_prefix(store, first) == [PutResult.STORED] * 2
     with open_store(root, **budget) as store:
         assert put_prefix(store, second)[:2] == [PutResult.STORED, PutResult.WRITE_BUDGET]
-        assert store.refusal(second[1]) is PutResult.WRITE_BUDGET
+        assert store.refusal(second[1], CHUNK_FILE) is PutResult.WRITE_BUDGET
         assert store.stats.drops[PutResult.WRITE_BUDGET] == 2
         assert put(store, first[0]) is PutResult.EXISTS, "what is there costs nothing"
         assert (root / "v1" / "writes").stat().st_mode & 0o777 == 0o600
@@ -277,9 +277,10 @@ def test_a_scarce_budget_makes_auto_ask_for_second_sight(root, clock):
     admission = Admission(StoreSettings(quota_bytes=1000 * BLOCK, admission="auto"), account, index, budget)
     key = digest_fields("x")
     index.use_prefix((key,), pin=False)
-    assert admission.refusal(key) is None
+    assert admission.refusal(key, BLOCK) is None
     budget.take(60 * BLOCK)
-    assert admission.refusal(key) is PutResult.FIRST_SIGHT
+    admission._left_at = float("-inf")  # a second later
+    assert admission.refusal(key, BLOCK) is PutResult.FIRST_SIGHT
     clock.now += 30
     index.use_prefix((key,), pin=False)
-    assert admission.refusal(key) is None
+    assert admission.refusal(key, BLOCK) is None
