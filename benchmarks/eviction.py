@@ -36,8 +36,9 @@ from lmcache_nvme_backend.store.write_budget import WriteBudget
 
 EPOCH_S = 1_700_000_000.0  # of the simulated clock
 DEFAULT, BASE, BOUND = "default: hit density, auto", "LRU", "clairvoyant"
-# A block stands for one chunk of this size where a budget in GiB a day is asked for: only their ratio matters.
-BUDGET_SHARES = (0.5, 0.25)  # of the bytes that storing everything would write
+# Budgets that allow this share of what storing everything writes during the trace: a quarter of a day's budget at once,
+# the rest as time goes by.
+BUDGET_SHARES = (0.5, 0.25)
 
 Requests = list[tuple[float, list[ChunkKey]]]
 
@@ -197,7 +198,7 @@ def run_all(requests: Requests, unique: int, shares: list[float]) -> dict[str, l
         found[subject] = [
             replay(
                 requests, capacity, HitDensity, "auto",
-                int(found["hit density, all"][place].written * share * 86400 / span_s),
+                int(found["hit density, all"][place].written * share / (0.25 + 0.75 * span_s / 86400)),
             )
             for place, capacity in enumerate(capacities)
         ]  # fmt: skip
