@@ -7,11 +7,13 @@ OVERLAYS := .cache/lmcache
 # The releases besides the installed one that the adaptations are tested against.
 OVERLAY_VERSIONS := 0.5.4 0.5.5
 PYTEST = $(VENV)/bin/python -m pytest
+# Two files at a time: starting an engine keeps little more than one core busy, and three of them fit into 24 GiB twice.
+BESIDE := -n 2 --dist loadfile --max-worker-restart 0
 # Quick ones first; a folder of tests/ that is not named here is not run.
 TESTS := $(addprefix tests/,unit integration patches proxy engine)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-integration test-engine test-proxy test-patches lint overlays clean
+.PHONY: help setup demo test test-unit test-integration test-engine test-proxy test-patches soak lint overlays clean
 
 help:
 	@echo 'make demo              a prompt survives an engine restart, shown on this machine without a GPU'
@@ -21,6 +23,7 @@ help:
 	@echo 'make test-engine       the real vLLM on the CPU'
 	@echo 'make test-proxy        the real LiteLLM proxy'
 	@echo 'make test-patches      every affected release of vLLM (minutes, some 130 MB each)'
+	@echo 'make soak              a real engine for ten minutes while its cache directory is damaged (some 25 minutes in all)'
 	@echo 'make lint              ruff and mypy'
 	@echo 'make clean             remove the environment and what was fetched into this folder'
 
@@ -31,16 +34,16 @@ demo: $(READY)
 # One pytest for all of it, so that its summary is the last word; .ci/run reads the status that make would change to 2.
 test: $(READY) overlays
 	@mkdir -p .cache && rm -f .cache/pytest-status
-	@$(PYTEST) -m 'not matrix' $(TESTS); status=$$?; echo $$status > .cache/pytest-status; exit $$status
+	@$(PYTEST) $(BESIDE) -m 'not matrix' $(TESTS); status=$$?; echo $$status > .cache/pytest-status; exit $$status
 
 test-unit: $(READY)
-	@$(PYTEST) tests/unit
+	@$(PYTEST) $(BESIDE) tests/unit
 
 test-integration: $(READY) overlays
 	@$(PYTEST) tests/integration
 
 test-engine: $(READY)
-	@$(PYTEST) tests/engine
+	@$(PYTEST) $(BESIDE) tests/engine
 
 test-proxy: $(READY)
 	@$(PYTEST) tests/proxy
@@ -48,6 +51,10 @@ test-proxy: $(READY)
 # Every release of the matrix, some 130 MB each at the first run; `make test` takes two of them.
 test-patches: $(READY)
 	@$(PYTEST) tests/patches tests/unit/kvpatches
+
+# SOAK takes options: make soak SOAK='--minutes 60 --json result.json'
+soak: $(READY)
+	@$(VENV)/bin/python -m tests.soak $(SOAK)
 
 lint: $(READY)
 	@$(VENV)/bin/ruff check .

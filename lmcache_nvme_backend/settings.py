@@ -50,6 +50,7 @@ class NvmeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lock_wait_s: NonNegativeFloat = 10.0
     model_fingerprint: str = ""
     on_init_error: Literal["fail", "degrade"] = "fail"
+    self_test: Literal["on", "off"] = "on"
 
     @property
     def quota_bytes(self) -> int:
@@ -76,8 +77,9 @@ def parse_settings(extra_config: Mapping[str, Any] | None) -> NvmeSettings:
     """
     given = {k[len(PREFIX) :]: v for k, v in (extra_config or {}).items() if str(k).startswith(PREFIX)}
     # YAML and environment variables write on and off as booleans.
-    if isinstance(given.get("direct_io"), bool):
-        given["direct_io"] = "on" if given["direct_io"] else "off"
+    for name in ("direct_io", "self_test"):
+        if isinstance(given.get(name), bool):
+            given[name] = "on" if given[name] else "off"
     known = [f.name for f in msgspec.structs.fields(NvmeSettings)]
     for name in given:
         if name not in known:
@@ -109,7 +111,7 @@ def _allowed(name: str) -> str:
     return {
         "direct_io": "auto, on, off", "fsync": "none, data", "codec": "none, zstd",
         "admission": "all, second-sight, auto", "write_budget_gib_per_day": "a number of GiB above 0, or 0 for none",
-        "on_init_error": "fail, degrade",
+        "on_init_error": "fail, degrade", "self_test": "on, off",
         "path": "an absolute directory", "model_fingerprint": "a text", "io_threads": "a whole number, 1 to 64",
         "staging_mib": "a whole number of MiB above 0", "quota_gib": "a number of GiB above 0",
     }.get(name, "a number, 0 or more")  # fmt: skip

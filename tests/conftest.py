@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+# Other tests run at the same time: how long an example takes says nothing.
+hypothesis.settings.register_profile("beside", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("beside")
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from types import FrameType
 
 import typer
 
-from kvtier.commands import acid_test, detect, doctor, launch, patch, plan, render, watch
+from kvtier.commands import acid_test, detect, doctor, launch, patch, plan, render, store, watch
 from kvtier.commands.demo import demo
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
-for _command in (detect, plan, render, launch, doctor, patch, acid_test, watch):
+for _command in (detect, plan, render, launch, doctor, patch, acid_test, watch, store):
     _command.register(app)
 
 _INTERRUPTED = 130

@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,6 +45,16 @@ def namespace_facts(settings: NvmeSettings, config: Any, metadata: Any, vllm_con
         **_hash_facts(config),
         **(_vllm_facts(vllm_config) if vllm_config is not None else {"engine": "none"}),
     }
+
+
+def model_name(metadata: Any, vllm_config: Any | None) -> str:
+    """What the engine calls the model, a path as the whole path: no part of the namespace, but it tells which of two
+    namespaces holds the KV of weights that have been replaced."""
+    name = str(getattr(getattr(vllm_config, "model_config", None), "model", None) or metadata.model_name)
+    try:
+        return str(Path(name).absolute()) if Path(name).exists() else name
+    except (OSError, ValueError):
+        return name
 
 
 def _model_identity(settings: NvmeSettings, metadata: Any, vllm_config: Any | None) -> str:

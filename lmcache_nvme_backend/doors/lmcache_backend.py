@@ -21,13 +21,14 @@ from lmcache_nvme_backend.doors import lmcache_compat, refusals, start, vllm_plu
 from lmcache_nvme_backend.doors.chunk_names import ChunkNames
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.host import current_vllm_config, stream_fence
-from lmcache_nvme_backend.doors.identity import namespace_facts, random_seed_warning
+from lmcache_nvme_backend.doors.identity import model_name, namespace_facts, random_seed_warning
 from lmcache_nvme_backend.doors.lmcache_load import LOAD_WAIT_S, ChunkLoader
 from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, device_memory, size_of
 from lmcache_nvme_backend.doors.lmcache_store import ChunkSaver
 from lmcache_nvme_backend.doors.lmcache_values import exported_values
 from lmcache_nvme_backend.doors.pins import PinLedger
 from lmcache_nvme_backend.doors.requests import current_call
+from lmcache_nvme_backend.doors.self_test import check_round_trip
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.metrics import MetricsExporter
 from lmcache_nvme_backend.settings import parse_settings
@@ -103,6 +104,7 @@ class NvmeBackend(AllocatorBackendInterface):
         self._lookups = Counts()
         self._streams = False
         self._closed = False
+        self.withdrawn = False
         self._metrics = MetricsExporter(self._values, self.metadata.worker_id)
         usage = self.store.usage()
         logger.info(
@@ -130,6 +132,30 @@ class NvmeBackend(AllocatorBackendInterface):
         self._streams = why_not is None
         if why_not is not None:
             logger.info("lmcache_nvme_backend: chunks are held whole in staging, not streamed: %s", why_not)
+
+    def self_test(self, connector: Any, kv_caches: Sequence[Any], cache_config: Any) -> Exception | None:
+        """Carry a chunk through the tier before the first request; why the tier must not serve, if so.
+
+        Args:
+            connector: LMCache's connector, as its engine uses it.
+            kv_caches: every layer's paged KV, still without a request.
+            cache_config: vLLM's.
+        """
+        if self.settings.self_test == "off":
+            return None
+        try:
+            check_round_trip(connector, self, kv_caches, cache_config.num_gpu_blocks, cache_config.block_size)
+        except ConfigError as e:
+            return e
+        except Exception as e:
+            logger.exception("lmcache_nvme_backend: the self-test could not finish")
+            return e
+        return None
+
+    def withdraw(self) -> None:
+        """Serve nothing and store nothing from now on; ``kvtier_degraded`` shows it."""
+        self.withdrawn = True
+        self.store.close()
 
     def _check_engine(self, vllm_config: Any) -> None:
         refusals.check_vllm(vllm_config)
@@ -164,7 +190,10 @@ class NvmeBackend(AllocatorBackendInterface):
 
     def _open_store(self, vllm_config: Any) -> None:
         s = self.settings
-        namespace = Namespace(namespace_facts(s, self.config, self.metadata, vllm_config))
+        namespace = Namespace(
+            namespace_facts(s, self.config, self.metadata, vllm_config),
+            {"model_name": model_name(self.metadata, vllm_config)},
+        )
         self.store = ChunkStore.open(
             Path(s.path),
             namespace,

@@ -143,6 +143,21 @@ def _stepped_save(original: Function) -> Function:
     return wait_for_save
 
 
+def _self_tested(original: Function) -> Function:
+    @functools.wraps(original)
+    def register_kv_caches(self: Any, kv_caches: Any) -> None:
+        original(self, kv_caches)
+        engine = self.lmcache_engine
+        backend = find_backend(engine.storage_manager) if engine is not None and _ours(self.config) else None
+        if backend is None or not kv_caches:
+            return
+        reason = backend.self_test(engine.gpu_connector, list(kv_caches.values()), self._vllm_config.cache_config)
+        if reason is not None:
+            _fail_or_degrade(self._manager, self.config, reason, backend)
+
+    return register_kv_caches
+
+
 def _cpu_connector(original: Function) -> Function:
     @functools.wraps(original)
     def CreateGPUConnector(config: Any, metadata: Any, engine: Any, *args: Any, **kw: Any) -> Any:
@@ -185,13 +200,16 @@ def _loud_post_init(original: Function) -> Function:
     return post_init
 
 
-def _fail_or_degrade(manager: Any, config: Any, reason: BaseException | str) -> None:
+def _fail_or_degrade(manager: Any, config: Any, reason: BaseException | str, backend: Any = None) -> None:
     engine = manager.lmcache_engine
     if engine is None or engine.storage_manager is None:
         start.stop_loop()
     if start.wants_degrade(config.extra_config):
         start.announce_degraded(reason)
-        start.show_degraded(manager.lmcache_engine_metadata)
+        if backend is not None:
+            backend.withdraw()
+        else:
+            start.show_degraded(manager.lmcache_engine_metadata)
         return
     refused = start.refuse(reason)
     start.exit_at_last()
@@ -290,6 +308,10 @@ ADAPTATIONS = (
         "lmcache-scope", "LoRA adapter and cache_salt become part of the key",
         _ADAPTER, "LMCacheConnectorV1Impl.get_num_new_matched_tokens", ("self", "request", "num_computed_tokens"),
         _marked_request,
+    ),
+    Adaptation(
+        "lmcache-self-test", "a chunk that does not come back as it went in ends the start",
+        _ADAPTER, "LMCacheConnectorV1Impl.register_kv_caches", ("self", "kv_caches"), _self_tested,
     ),
     Adaptation(
         "lmcache-step", "a step in which a load failed is not stored; the bound on store waits is a step's",

@@ -63,7 +63,7 @@ class ChunkLoader:
         self._fence = fence
         self._call = threading.local()
         self._chunk_tokens = metadata.chunk_size
-        self._fmt = MemoryFormat.KV_MLA_FMT if metadata.use_mla else MemoryFormat.KV_2LTD
+        self.chunk_format = MemoryFormat.KV_MLA_FMT if metadata.use_mla else MemoryFormat.KV_2LTD
         self.failed = Counts()
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class ChunkLoader:
         objs: list[StreamedMemoryObj] = []
         for i, digest in enumerate(there):
             take, let_go = self._consumer(stream, i, first), self._releaser(stream, i, digest)
-            obj = self._allocator.streamed(shapes, dtypes, self._fmt, take, let_go)
+            obj = self._allocator.streamed(shapes, dtypes, self.chunk_format, take, let_go)
             if obj is None:  # the ring was divided anew for larger chunks meanwhile
                 for rest in range(i, len(there)):
                     self._releaser(stream, rest, there[rest])()
@@ -159,10 +159,10 @@ class ChunkLoader:
         shapes, dtypes = self._metadata.get_shapes(self._chunk_tokens), self._metadata.get_dtypes()
         for digest in digests:
             if self._cpu is not None:
-                obj = self._cpu.allocate(shapes, dtypes, self._fmt, busy_loop=slot_wait_s > 0)
+                obj = self._cpu.allocate(shapes, dtypes, self.chunk_format, busy_loop=slot_wait_s > 0)
             else:
                 assert self._allocator is not None
-                obj = self._allocator.allocate(shapes, dtypes, self._fmt, timeout_s=slot_wait_s)
+                obj = self._allocator.allocate(shapes, dtypes, self.chunk_format, timeout_s=slot_wait_s)
             if obj is None:
                 self.failed.add("staging full")
                 break

@@ -29,5 +29,5 @@ def exported_values(backend: Any) -> dict[str, Any]:
         "kvtier_staging_slots_free": ring.free if ring else 0,
         "kvtier_chunks": usage.namespace_chunks,
         "kvtier_direct_io": backend.store.direct_io,
-        "kvtier_degraded": 0,
+        "kvtier_degraded": backend.withdrawn,
     }

@@ -16,14 +16,14 @@ from typing import Final
 
 import msgspec
 
-from lmcache_nvme_backend.store import ghosts, osio, recovery, session, snapshot
+from lmcache_nvme_backend.store import ghosts, recovery, session, snapshot
 from lmcache_nvme_backend.store.account import Account, Ledger
 from lmcache_nvme_backend.store.format import BLOCK
 from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
-from lmcache_nvme_backend.store.removal import Removal, remove_file
+from lmcache_nvme_backend.store.removal import Removal, remove_empty_namespace, remove_file
 from lmcache_nvme_backend.store.results import StoreStats
 from lmcache_nvme_backend.store.settings import (
     EVICT_BATCH,
@@ -187,17 +187,11 @@ class Evictor:
         with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
             if any(peer.namespace == digest for peer in session.live_peers(self._layout)):
                 return
-            for shard in recovery.list_dir(directory):
-                if shard in recovery.SHARDS:
-                    _rmdir_quietly(f"{directory}/{shard}")
             for hint in (snapshot.FILE, ghosts.FILE):
                 hint_bytes = recovery.count_tree(f"{directory}/{hint}")
                 if remove_file(f"{directory}/{hint}"):
                     ledger.free(hint_bytes)
-            if recovery.list_dir(directory) in ([], [DESCRIPTION]):
-                osio.unlink_quietly(f"{directory}/{DESCRIPTION}")
-                _rmdir_quietly(directory)
-            else:
+            if not remove_empty_namespace(directory):
                 self._stuck[digest] = time.monotonic()
 
     # --- doing it
@@ -267,10 +261,3 @@ class Evictor:
 def _period(path: str) -> int:
     """When a chunk was last used, as coarsely as its owner writes it down: within that the tail goes first."""
     return (recovery.file_time(path) or 0) // int(2e9 * UPKEEP_INTERVAL_S)
-
-
-def _rmdir_quietly(path: str) -> None:
-    try:
-        osio.rmdir(path)
-    except OSError:
-        pass

@@ -25,28 +25,20 @@ def is_namespace_dir(name: str) -> bool:
     return _DIGEST.fullmatch(name) is not None
 
 
-class Description(msgspec.Struct, frozen=True):
-    """The content of namespace.json: the facts in words, for people and for `kvtier store`."""
+class Description(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of namespace.json: the facts in words, for people and for `kvtier store`. The notes shape nothing."""
 
     digest: str
     format_version: int
     facts: dict[str, Any]
+    notes: dict[str, str] = {}
 
 
-class Namespace:
-    """The facts that shape a chunk's bytes, and their digest, the name of the directory.
+class NamespaceDigest:
+    """A namespace of which no more is known than its name: enough to read its chunks."""
 
-    A fact is a string, an integer, a bool, None or a list of these; floats are refused, since their text is not
-    canonical. The order of the facts does not matter, the order within a list does.
-    """
-
-    def __init__(self, facts: Mapping[str, Fact]) -> None:
-        for name, value in facts.items():
-            _check_fact(name, value)
-        self.facts: dict[str, Fact] = dict(sorted(facts.items()))
-        # JSON tells apart all types that are allowed (1, true, "1", null), and quotes what could be a separator.
-        canonical = msgspec.json.encode([FORMAT_VERSION, self.facts])
-        self._raw = blake2b(canonical, digest_size=DIGEST_HEX // 2).digest()
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
 
     @property
     def digest(self) -> str:
@@ -56,6 +48,24 @@ class Namespace:
     def raw_digest(self) -> bytes:
         """The 16 bytes that go into every chunk's header."""
         return self._raw
+
+
+class Namespace(NamespaceDigest):
+    """The facts that shape a chunk's bytes, and their digest, the name of the directory.
+
+    A fact is a string, an integer, a bool, None or a list of these; floats are refused, since their text is not
+    canonical. The order of the facts does not matter, the order within a list does. Notes are for people, such as where
+    the model was read from, and are no part of the digest.
+    """
+
+    def __init__(self, facts: Mapping[str, Fact], notes: Mapping[str, str] | None = None) -> None:
+        for name, value in facts.items():
+            _check_fact(name, value)
+        self.facts: dict[str, Fact] = dict(sorted(facts.items()))
+        self.notes = dict(notes or {})
+        # JSON tells apart all types that are allowed (1, true, "1", null), and quotes what could be a separator.
+        canonical = msgspec.json.encode([FORMAT_VERSION, self.facts])
+        super().__init__(blake2b(canonical, digest_size=DIGEST_HEX // 2).digest())
 
     def __repr__(self) -> str:
         return f"Namespace({self.digest}, {self.facts!r})"
@@ -87,7 +97,7 @@ def read_description(directory: str) -> Description | None:
 
 def write_description(directory: str, namespace: Namespace, temporary: str) -> None:
     """Create namespace.json, or repair it where it is damaged. A good one is left alone."""
-    description = Description(namespace.digest, FORMAT_VERSION, dict(namespace.facts))
+    description = Description(namespace.digest, FORMAT_VERSION, dict(namespace.facts), namespace.notes)
     if read_description(directory) == description:
         return
     data = msgspec.json.format(msgspec.json.encode(description), indent=2)

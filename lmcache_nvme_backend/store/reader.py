@@ -12,7 +12,7 @@ from lmcache_nvme_backend.store.format import BLOCK, CODEC_ZSTD, Header, checksu
 from lmcache_nvme_backend.store.index import Entry
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
-from lmcache_nvme_backend.store.namespace import Namespace
+from lmcache_nvme_backend.store.namespace import NamespaceDigest
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause
 
 # What open answers for a symlink (ELOOP), and for a directory or device in a file's place.
@@ -32,7 +32,7 @@ class ReadOutcome:
 class Reader:
     """Thread-safe: every call has its own descriptor and its own pages."""
 
-    def __init__(self, layout: Layout, namespace: Namespace, transfer: Transfer) -> None:
+    def __init__(self, layout: Layout, namespace: NamespaceDigest, transfer: Transfer) -> None:
         self._layout = layout
         self._namespace = namespace
         self._transfer = transfer

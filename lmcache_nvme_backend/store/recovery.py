@@ -51,8 +51,10 @@ def shard_chunks(namespace_dir: str, shard: str) -> Iterator[Chunk]:
 
 def namespace_chunks(namespace_dir: str) -> Iterator[Chunk]:
     """Every chunk of a namespace, by name alone."""
+    there = frozenset(list_dir(namespace_dir))
     for shard in SHARDS:
-        yield from shard_chunks(namespace_dir, shard)
+        if shard in there:
+            yield from shard_chunks(namespace_dir, shard)
 
 
 class NamespaceScan:

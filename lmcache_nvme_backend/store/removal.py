@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 
-from lmcache_nvme_backend.store import osio
+from lmcache_nvme_backend.store import osio, recovery
+from lmcache_nvme_backend.store.namespace import DESCRIPTION
 
 
 class Removal:
@@ -53,3 +55,29 @@ def remove_file(path: str) -> bool | None:
             return False
     except OSError:
         return False
+
+
+def remove_empty_namespace(directory: str) -> bool:
+    """Take away the directories of a namespace that has no chunk left; anything unknown in them keeps them. Call it
+    inside the root's lock, when no live session has the namespace open."""
+    try:
+        if not stat.S_ISDIR(osio.lstat(directory).st_mode):
+            return False  # a symlink leads to somebody else's
+    except OSError:
+        return False
+    for shard in recovery.list_dir(directory):
+        if shard in recovery.SHARDS:
+            rmdir_quietly(f"{directory}/{shard}")
+    if recovery.list_dir(directory) not in ([], [DESCRIPTION]):
+        return False
+    osio.unlink_quietly(f"{directory}/{DESCRIPTION}")
+    return rmdir_quietly(directory)
+
+
+def rmdir_quietly(path: str) -> bool:
+    """Remove a directory if it is empty."""
+    try:
+        osio.rmdir(path)
+    except OSError:
+        return False
+    return True

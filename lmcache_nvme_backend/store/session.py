@@ -22,6 +22,7 @@ from lmcache_nvme_backend.store.layout import Layout
 
 _MAGIC: Final = b"KVSESS\x01\n"
 _RECORD = struct.Struct("<8s16sQQQ")  # magic, namespace, pid, bytes reserved, bytes held by the namespace
+_QUOTA = struct.Struct("<Q")  # follows the record, for people; 0 where the session has none
 _ID = re.compile(r"[0-9a-f]{16}")
 _TEMPORARY = re.compile(r"([0-9a-f]{16})-\d+")
 
@@ -34,14 +35,16 @@ class Peer(msgspec.Struct, frozen=True):
     pid: int
     reserved: int
     namespace_bytes: int
+    quota_bytes: int | None = None
 
 
 class Session:
     """This store's own session. All changes of `reserved` happen inside the account's lock."""
 
-    def __init__(self, layout: Layout, namespace: bytes) -> None:
+    def __init__(self, layout: Layout, namespace: bytes, quota_bytes: int = 0) -> None:
         self._layout = layout
         self._namespace = namespace
+        self._quota = _QUOTA.pack(quota_bytes)
         self._fd = -1
         self._counter = 0
         self.id = secrets.token_hex(8)
@@ -74,7 +77,7 @@ class Session:
     def publish(self, namespace_bytes: int) -> None:
         """Write the record. An error leaves the old one, which a recount then counts."""
         record = _RECORD.pack(_MAGIC, self._namespace, os.getpid(), self.reserved, namespace_bytes)
-        osio.pwrite(self._fd, record, 0)
+        osio.pwrite(self._fd, record + self._quota, 0)
 
     def temporary(self) -> str:
         """A path that nobody else uses. Call it inside the account's lock."""
@@ -110,13 +113,14 @@ def _look(layout: Layout, session_id: str) -> tuple[bool, Peer | None]:
             live = False
         except BlockingIOError:
             live = True
-        data = osio.pread(fd, _RECORD.size, 0)
+        data = osio.pread(fd, _RECORD.size + _QUOTA.size, 0)
     finally:
         osio.close_quietly(fd)
-    if len(data) != _RECORD.size or data[: len(_MAGIC)] != _MAGIC:
+    if len(data) < _RECORD.size or data[: len(_MAGIC)] != _MAGIC:
         return live, None
-    _, namespace, pid, reserved, namespace_bytes = _RECORD.unpack(data)
-    return live, Peer(session_id, namespace.hex(), pid, reserved, namespace_bytes)
+    _, namespace, pid, reserved, namespace_bytes = _RECORD.unpack_from(data)
+    quota = _QUOTA.unpack_from(data, _RECORD.size)[0] if len(data) == _RECORD.size + _QUOTA.size else 0
+    return live, Peer(session_id, namespace.hex(), pid, reserved, namespace_bytes, quota or None)
 
 
 def live_peers(layout: Layout) -> list[Peer]:

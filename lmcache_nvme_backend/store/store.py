@@ -60,7 +60,7 @@ class ChunkStore:
         self._doubles: list[recovery.Chunk] = []
         self._hint: snapshot.Snapshot | None = None  # while opening
         self._uncounted = False  # the index comes from the hint, and the directory has not been listed yet
-        self._session = sessions.Session(layout, namespace.raw_digest)
+        self._session = sessions.Session(layout, namespace.raw_digest, settings.quota_bytes)
         self._account = Account(layout.account, self._recount)
         self._directory = layout.namespace(namespace.digest)
         self._watcher = Watcher(layout, self._session, namespace.digest, self._index)
@@ -125,6 +125,7 @@ class ChunkStore:
         with self._account.locked(settings.lock_wait_s) as ledger:
             self._session.ensure()
             sessions.sweep(layout, ledger)
+            self._watcher.begin()
             osio.make_dir_in_place_of_file(self._directory)
             alone = all(peer.session_id == self._session.id for peer in sessions.live_peers(layout))
             if alone and not self._loaded and self._hint is not None and len(self._hint) > RANK_AT_OPEN:

@@ -14,11 +14,12 @@ from lmcache_nvme_backend.store.settings import SETTLED_NS
 
 
 class Watcher:
-    """Costs one lstat a lookup while this store is alone.
+    """Costs one lstat a lookup while this store has always been alone.
 
-    While another live session shares the namespace, a missing key's directory is listed again if it has changed. While
-    any other session lives, the deepest chunk found is checked to be there still: others evict the tail first, so
-    where that one is there, the ones before it are. Where they are not, `get` finds out.
+    While another live session shares the namespace, a missing key's directory is listed again if it has changed. From
+    the first other session on (a store, or a tool that prunes), the deepest chunk found is checked to be there still:
+    others evict the tail first, so where that one is there, the ones before it are. Where they are not, `get` finds
+    out.
     """
 
     def __init__(self, layout: Layout, session: Session, digest: str, index: Index) -> None:
@@ -27,9 +28,17 @@ class Watcher:
         self._digest = digest
         self._index = index
         self._sessions_ns = -1  # the session directory's time when it was read; -1: read it again
+        self._seen_ns = -1  # the same, as it was last seen
         self._others = False
         self._shared = False
         self._shards_ns: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Call it before the index is read, with this store's session there: who comes from now on is noticed."""
+        try:
+            self._seen_ns = osio.lstat(self._layout.sessions).st_mtime_ns
+        except OSError:
+            pass
 
     def follow(self, keys: Sequence[ChunkKey]) -> None:
         """Bring the index up to date for a lookup of this prefix."""
@@ -52,7 +61,9 @@ class Watcher:
             others = [peer for peer in live_peers(self._layout) if peer.session_id != self._session.id]
         except OSError:
             return
-        self._others = bool(others)
+        # Whoever came and went has evicted, for all that is known, what the index still holds.
+        self._others = self._others or bool(others) or self._seen_ns not in (-1, changed_ns)
+        self._seen_ns = changed_ns
         self._shared = any(peer.namespace == self._digest for peer in others)
         self._sessions_ns = _settled(changed_ns, now)
 

@@ -148,6 +148,7 @@ class Writer:
         nbytes = blocks * BLOCK
         path = self._layout.chunk(self._namespace.digest, key, depth, blocks)
         with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+            self._keep_inside(self._layout.shard(self._namespace.digest, key))
             if self._is_there(path, nbytes):
                 self._index.add(key, depth, blocks, parent)
                 return PutResult.EXISTS
@@ -158,6 +159,15 @@ class Writer:
         if not self._transfer.direct:
             self._written.append((time.monotonic(), path))
         return PutResult.STORED
+
+    @staticmethod
+    def _keep_inside(shard: str) -> None:
+        """A symlink in a shard's place would carry chunks out of the root, where nobody counts them."""
+        try:
+            if stat.S_ISLNK(osio.lstat(shard).st_mode):
+                osio.unlink(shard)
+        except FileNotFoundError:
+            pass
 
     def _is_there(self, path: str, nbytes: int) -> bool:
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,13 @@ def start_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
             engine.stop()
 
     return start
+
+
+@contextmanager
+def start_together(starts: Sequence[Callable[[], AbstractContextManager[Tiered]]]) -> Iterator[list[Tiered]]:
+    """Several engines at a time: a start is mostly imports, which leave a core idle."""
+    with ExitStack() as stack, ThreadPoolExecutor(len(starts)) as pool:
+        yield list(pool.map(lambda start: stack.enter_context(start()), starts))
 
 
 def refused(start_engine: Start, root: Path, **changes: Any) -> str:

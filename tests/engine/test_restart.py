@@ -1,46 +1,40 @@
-"""A prompt survives its engine: killed, started again, and beside another one on the same root."""
+"""A prompt survives its engine: killed, started again, beside another one on the same root, in a pool too small."""
 
 from __future__ import annotations
 
 import os
 import re
-import threading
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from .conftest import CHUNK, Tiered, text
+from .conftest import CHUNK, start_together, text
+from .support.adapters import write_adapter
 
 PROMPT = text(700, seed=1)
+# 135 blocks of 32 tokens: a prompt of this file fits, and so do three of some 1,200 tokens, but not with their answers.
+ADAPTERS = ("red", "blue")
+SMALL_POOL = ("--block-size", "32", "--num-gpu-blocks-override", "135", "--max-num-seqs", "4")
 
 
 @pytest.fixture(scope="module")
-def life(start_engine, tmp_path_factory):
+def life(start_engine, model, tmp_path_factory):
     """One engine asked twice and killed in the middle of the day; at once two new ones on its root.
 
     PYTHONHASHSEED is not set: under sha256_cbor the keys are stable without it.
     """
-    root = tmp_path_factory.mktemp("root")
+    root, adapters = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("adapters")
     told = {}
-    with start_engine(root, env={"PYTHONHASHSEED": None}) as first:
+    modules = [f"{name}={write_adapter(adapters / name, model, seed)}" for seed, name in enumerate(ADAPTERS)]
+    lora = ("--enable-lora", "--max-loras", "2", "--lora-modules", *modules)
+    spec = {"env": {"PYTHONHASHSEED": None}, "args": (*SMALL_POOL, *lora)}
+    with start_engine(root, **spec) as first:
         told["cold"] = first.ask(PROMPT)
         told["repeat"] = first.ask(PROMPT)
         first.wait_stored()
         told["first log"] = first.log()
         first.engine.kill()
-    with ExitStack() as stack:
-        engines: list[Tiered | None] = [None, None]
-
-        def start(i: int) -> None:
-            engines[i] = stack.enter_context(start_engine(root, env={"PYTHONHASHSEED": None}))
-
-        threads = [threading.Thread(target=start, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert engines[0] is not None and engines[1] is not None
-        told["second"], told["third"] = engines
+    with start_together([lambda: start_engine(root, **spec)] * 2) as (told["second"], told["third"]):
         yield told
 
 
@@ -66,6 +60,30 @@ def test_two_engines_serve_from_one_root_at_the_same_time(life):
 def test_stable_keys_are_not_warned_about(life):
     """With sha256_cbor and no PYTHONHASHSEED the keys survive, so nothing is said."""
     assert "PYTHONHASHSEED is not set" not in life["first log"]
+
+
+def test_preempted_requests_reload_and_end_with_equal_text(life):
+    """Three requests whose answers do not fit into the pool together: what vLLM preempts loses its blocks to those
+    that run on, reloads them from NVMe, and ends as it does alone."""
+    engine = life["second"]
+    prompts = [text(250, seed=30 + i) for i in range(3)]
+    alone = []
+    for prompt in prompts:
+        alone.append(engine.ask(prompt, max_tokens=500, ignore_eos=True))
+        engine.wait_stored()
+    engine.forget()
+    preempted = engine.engine.metrics().value("vllm:num_preemptions_total")
+    tokens = engine.tokens("external_kv_transfer")
+    loaded = engine.metric("kvtier_chunks_loaded_total")
+    failed = engine.metric("kvtier_chunks_load_failed_total")
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda p: engine.ask(p, max_tokens=500, ignore_eos=True), prompts))
+    assert engine.engine.metrics().value("vllm:num_preemptions_total") > preempted
+    assert [answer.text for answer in together] == [answer.text for answer in alone]
+    # Each prompt once from disk, and at least one of them again after its preemption.
+    assert engine.metric("kvtier_chunks_loaded_total") > loaded + sum(a.prompt_tokens // CHUNK for a in alone)
+    assert engine.tokens("external_kv_transfer") > tokens
+    assert engine.metric("kvtier_chunks_load_failed_total") == failed
 
 
 DAMAGE = {
@@ -141,6 +159,30 @@ def test_salts_do_not_share(life):
         assert answer.text == salted.text
         assert (tokens > 0) is found
         engine.wait_stored()
+
+
+def test_adapters_do_not_share(life):
+    """One prompt on the base model and on two LoRA adapters: each is served its own KV and says its own text."""
+    engine, prompt = life["second"], text(500, seed=21)
+    models = [None, *ADAPTERS]
+    right = {}
+    for model in models:
+        engine.forget()
+        right[model], tokens = engine.from_tier(prompt, **({"model": model} if model else {}))
+        assert tokens == 0
+        engine.wait_stored()
+    assert len({answer.text for answer in right.values()}) == len(models)
+    for model in models:
+        engine.forget()
+        answer, tokens = engine.from_tier(prompt, **({"model": model} if model else {}))
+        assert answer.text == right[model].text
+        assert tokens >= 4 * CHUNK
+
+
+def test_the_tier_tests_itself_before_it_serves(life):
+    """Each engine's start carried a chunk through the tier and compared it."""
+    assert life["first log"].count("self-test passed") == 1
+    assert life["second"].log().count("self-test passed") == 1
 
 
 def test_the_engines_own_metrics_tell_what_the_tier_does(life):

@@ -6,6 +6,7 @@ None of them hangs: an engine that ended would not come back from `refused` othe
 from __future__ import annotations
 
 import fcntl
+import os
 
 import pytest
 
@@ -45,6 +46,30 @@ def test_a_failure_policy_that_kills_requests_is_refused(start_engine, tmp_path)
     """vLLM's default is `fail`: a chunk that cannot be read would end its request."""
     told = refused(start_engine, tmp_path, transfer={"kv_load_failure_policy": "fail"})
     assert "kv_load_failure_policy" in last_lines(told) and "recompute" in last_lines(told)
+
+
+SWAPPED_LAYERS = """
+import wrapt
+
+def break_it(module):
+    right = module.CpuBlockConnector.to_gpu
+    def to_gpu(self, memory_obj, start, end, *, kvcaches, **kwargs):
+        first, second, *rest = kvcaches
+        right(self, memory_obj, start, end, kvcaches=[second, first, *rest], **kwargs)
+    module.CpuBlockConnector.to_gpu = to_gpu
+
+wrapt.register_post_import_hook(break_it, "lmcache_nvme_backend.doors.cpu_connector")
+"""
+
+
+def test_a_connector_that_mixes_up_layers_ends_the_start(start_engine, tmp_path):
+    """The self-test finds out before the first request; wrong answers are worse than none."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/sitecustomize.py").write_text(SWAPPED_LAYERS)
+    path = os.pathsep.join([str(tmp_path / "broken"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    (tmp_path / "kv").mkdir()
+    told = refused(start_engine, tmp_path / "kv", env={"PYTHONPATH": path})
+    assert "nvme.self_test" in last_lines(told) and "in layer 0" in last_lines(told)
 
 
 def test_degrade_serves_without_the_tier_and_shows_it(start_engine, tmp_path):

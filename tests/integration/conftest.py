@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -148,6 +149,18 @@ class Lmcache:
 
     def close(self) -> None:
         LMCacheEngineBuilder.destroy(self.name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_engines() -> Iterator[None]:
+    """Every LMCache engine collects all garbage, a second where vLLM is loaded, and looks around for its telemetry,
+    two more: neither is what the tests are about."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LMCACHE_TRACK_USAGE", "false")
+        gc.collect()
+        gc.freeze()
+        yield
+        gc.unfreeze()
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wheels
+
+from tests import wheels
 
 
 class EngineRoom:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wheels
 from rooms import release
 
 import kvpatches
 from kvpatches.catalog import get
 from kvpatches.rewrite import rewrite
+from tests import wheels
 
 AFFECTED = [release(v) for v in wheels.NEEDED]
 MENDED_AT_FINISH = [release(v) for v in wheels.NEEDED if v not in ("0.24.0", "0.25.1")]

@@ -10,9 +10,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-import wheels
 
 import kvpatches
+from tests import wheels
 
 TESTS = "tests/v1/kv_connector/unit/offloading_connector"
 

@@ -178,7 +178,7 @@ def running_proxy(folder: Path, config: dict[str, Any], workers: int = 1, **env:
                 f"{proxy.url}/health/liveliness"
             )
 
-        wait_for(up, seconds=240, every=0.2)  # four workers import LiteLLM at once
+        wait_for(up, seconds=280, every=0.2)  # four workers import LiteLLM at once
         yield proxy
     finally:
         proxy.client.close()

@@ -110,7 +110,7 @@ def user_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return command(*args, **kwargs)
         except ConfigError as error:
-            if kwargs.get("as_json"):
+            if kwargs.get("as_json") or kwargs.get("json_to") == "-":
                 sys.stdout.write(
                     json.dumps(
                         {
