@@ -49,6 +49,8 @@ METRICS = (
     Metric("kvtier_snapshots_ignored_total", "counter", "Index snapshots that were damaged or of something else"),
     Metric("kvtier_bytes_read_total", "counter", "Bytes read from the store"),
     Metric("kvtier_bytes_written_total", "counter", "Bytes written to the store"),
+    Metric("kvtier_store_seconds_total", "counter", "Time that stores took of engine steps, waits included"),
+    Metric("kvtier_load_seconds_total", "counter", "Time that loads took of engine steps, waits included"),
     Metric("kvtier_store_wait_seconds_total", "counter", "Time that stores made engine steps wait for a staging slot"),
     Metric("kvtier_used_bytes", "gauge", "Bytes under the root, over all namespaces and processes of the host"),
     Metric("kvtier_quota_bytes", "gauge", "The host's quota"),

@@ -164,12 +164,18 @@ class Engine:
         """The server's base address."""
         return f"http://127.0.0.1:{self.port}"
 
-    def complete(self, prompt: str, max_tokens: int, **body: Any) -> Completion:
-        """Stream one greedy completion. `ttft_s` runs from sending the request to the first token's arrival.
+    def complete(self, prompt: str | list[int], max_tokens: int, **body: Any) -> Completion:
+        """Stream one greedy completion of a text, or of token ids. `ttft_s` runs from sending the request to the first
+        token's arrival.
 
         Raises EngineRequestError with the engine's message.
         """
-        request = {"model": self.spec.served_name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0}
+        request: dict[str, Any] = {
+            "model": self.spec.served_name,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+        }
         request |= {"stream": True, "stream_options": {"include_usage": True}} | body
         text, ttft_s, finish_reason = "", None, None
         usage: dict[str, int] = {}

@@ -201,7 +201,7 @@ class NvmeBackend(AllocatorBackendInterface):
                 quota_bytes=s.quota_bytes,
                 direct_io=s.direct_io,
                 fsync=s.fsync,
-                codec=s.codec,
+                codec="zstd-split" if s.codec == "zstd" and self._sixteen_bit() else s.codec,
                 lock_wait_s=s.lock_wait_s,
                 # What `auto` has learned differs a little from rank to rank, and a chunk is of use only where all
                 # ranks have it.
@@ -215,6 +215,9 @@ class NvmeBackend(AllocatorBackendInterface):
             warnings.append(seed)
         for warning in warnings:
             logger.warning("lmcache_nvme_backend: %s", warning)
+
+    def _sixteen_bit(self) -> bool:
+        return all(dtype.itemsize == 2 for dtype in self.metadata.get_dtypes())
 
     @property
     def _slots(self) -> int:

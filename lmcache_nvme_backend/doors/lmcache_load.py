@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -58,13 +59,15 @@ class ChunkLoader:
     ) -> None:
         self._store, self._allocator, self._cpu, self._metadata = store, allocator, cpu_backend, metadata
         self._pool = ThreadPoolExecutor(io_threads, "kvtier-read")
-        # Two reads a thread: one running, one that can start the moment it ends.
-        self._ahead = 2 * io_threads
+        # One read a thread that runs, and three that can start while whoever consumes them is held up: on a busy
+        # machine a thread waits tens of milliseconds for a core.
+        self._ahead = 4 * io_threads
         self._fence = fence
         self._call = threading.local()
         self._chunk_tokens = metadata.chunk_size
         self.chunk_format = MemoryFormat.KV_MLA_FMT if metadata.use_mla else MemoryFormat.KV_2LTD
         self.failed = Counts()
+        self.retrieve_s = 0.0  # time that retrieves took on the engine's thread, since the start
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
@@ -81,10 +84,12 @@ class ChunkLoader:
     def retrieving(self, first: int) -> Iterator[RetrieveCall]:
         """Around one ``LMCacheEngine.retrieve`` of this thread, for the prompt's chunks from ``first`` on."""
         call = self._call.current = RetrieveCall(first)
+        began = time.perf_counter()
         try:
             yield call
         finally:
             self._call.current = None
+            self.retrieve_s += time.perf_counter() - began
 
     # -- streamed -----------------------------------------------------------------------------------------------------
 

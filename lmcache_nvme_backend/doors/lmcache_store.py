@@ -69,6 +69,8 @@ class ChunkSaver:
         self.book = RequestBook()
         self.dropped = Counts()
         self.waited_s = 0.0  # since the start
+        self.step_s = 0.0  # time that steps spent in stores, waits included, since the start
+        self._step_began = 0.0
         self._waited_in_step_s = 0.0
         self.step_failed = False
         self._idle = threading.Condition()
@@ -86,9 +88,11 @@ class ChunkSaver:
     def start_step(self) -> None:
         """A new engine step: its stores may wait ``nvme.store_wait_ms`` in all."""
         self._waited_in_step_s = 0.0
+        self._step_began = time.perf_counter()
 
     def end_step(self) -> None:
         self.step_failed = False
+        self.step_s += time.perf_counter() - self._step_began
 
     @contextmanager
     def waiting(self) -> Iterator[float]:

@@ -21,6 +21,8 @@ def exported_values(backend: Any) -> dict[str, Any]:
         "kvtier_snapshots_ignored_total": stats.snapshots_ignored,
         "kvtier_bytes_read_total": stats.bytes_read,
         "kvtier_bytes_written_total": stats.bytes_written,
+        "kvtier_store_seconds_total": backend.saver.step_s,
+        "kvtier_load_seconds_total": backend.loader.retrieve_s,
         "kvtier_store_wait_seconds_total": backend.saver.waited_s,
         "kvtier_used_bytes": usage.used_bytes,
         "kvtier_quota_bytes": usage.quota_bytes,

@@ -8,7 +8,7 @@ offset  size  field
 ======  ====  ==========================================================================================
 0       8     magic, ``4b 56 43 48 55 4e 4b 0a`` ("KVCHUNK" and a line feed)
 8       2     format version, 1
-10      1     codec of the payload: 0 none, 1 zstd
+10      1     codec of the payload: 0 none, 1 zstd, 2 zstd-split (see `codec`)
 11      1     flags, 0; a reader refuses what it does not know
 12      4     depth: number of chunks before this one in its prefix
 16      8     payload length: bytes stored after the header block, without padding
@@ -46,6 +46,7 @@ FORMAT_VERSION: Final = 1
 MAGIC: Final = b"KVCHUNK\n"
 CODEC_NONE: Final = 0
 CODEC_ZSTD: Final = 1
+CODEC_ZSTD_SPLIT: Final = 2
 SUFFIX: Final = ".kv"
 MAX_UINT32: Final = 2**32 - 1
 
@@ -102,7 +103,7 @@ def parse_header(block: memoryview, key: bytes, namespace: bytes, depth: int, bl
         return MissCause.VERSION
     if checksum(block[: _FIELDS.size]) != block[_FIELDS.size : HEADER_BYTES] or bytes(block[HEADER_BYTES:]) != _REST:
         return MissCause.HEADER_CHECKSUM
-    if codec not in (CODEC_NONE, CODEC_ZSTD) or flags or reserved:
+    if codec not in (CODEC_NONE, CODEC_ZSTD, CODEC_ZSTD_SPLIT) or flags or reserved:
         return MissCause.CODEC
     if key_found != key:
         return MissCause.KEY

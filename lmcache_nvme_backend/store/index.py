@@ -339,6 +339,10 @@ class Index:
                     del times[key]
             return [(key, self._entries[key], ns) for key, ns in batch.items() if key in self._entries]
 
+    def mark(self) -> tuple[int, int, int]:
+        """Another value where anything was stored, used or removed since, but for what happens within one second."""
+        return (self._now_s, len(self._entries), self._blocks)
+
     def all_keys(self) -> list[ChunkKey]:
         with self._lock:
             return list(self._entries)

@@ -7,6 +7,7 @@
     <root>/v1/sessions/<id>                one file a live store
     <root>/v1/temp/<session id>-<n>        a chunk being written
     <root>/v1/<namespace>/namespace.json
+    <root>/v1/<namespace>/index.snapshot   see `snapshot`
     <root>/v1/<namespace>/<shard>/<name>   a chunk; the shard is the first two hex digits of its key
 """
 

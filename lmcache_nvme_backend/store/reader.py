@@ -8,7 +8,7 @@ import stat
 
 from lmcache_nvme_backend.store import codec, osio
 from lmcache_nvme_backend.store.direct_io import Pages, Transfer
-from lmcache_nvme_backend.store.format import BLOCK, CODEC_ZSTD, Header, checksum, parse_header
+from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, Header, checksum, parse_header
 from lmcache_nvme_backend.store.index import Entry
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
@@ -91,14 +91,14 @@ class Reader:
         if header.raw_bytes > len(into):
             return Miss(MissCause.TOO_LARGE), 0
         stored = header.payload_bytes
-        if header.codec == CODEC_ZSTD:
+        if header.codec != CODEC_NONE:
             # The part that was read into the buffer moves aside, since it decompresses into the same buffer.
             scratch = memoryview(mmap.mmap(-1, max(stored, 1)))
             scratch[:floor] = into[:floor]
             scratch[floor:stored] = pages.tail[: stored - floor]
             if checksum(scratch[:stored]) != header.payload_checksum:
                 return Miss(MissCause.PAYLOAD_CHECKSUM), stored
-            if not codec.decompress(scratch[:stored], into[: header.raw_bytes]):
+            if not codec.decompress(header.codec, scratch[:stored], into[: header.raw_bytes]):
                 return Miss(MissCause.CODEC), stored
         else:
             into[floor:stored] = pages.tail[: stored - floor]

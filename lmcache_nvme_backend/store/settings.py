@@ -42,15 +42,15 @@ class StoreSettings(msgspec.Struct, frozen=True):
 
     `quota_bytes` is for everything under the root, whoever put it there. `direct_io`: "auto" falls back to buffered
     I/O with a warning, "on" refuses to open instead. `fsync`: "data" calls fdatasync before a chunk is published;
-    correctness does not need it. `codec` is for new chunks; any chunk can be read. `lock_wait_s` bounds the wait for
-    another process at open. `admission` is what `ChunkStore.refusal` goes by; the write budget, 0 for none, is the
-    root's, and `put` keeps it as well.
+    correctness does not need it. `codec` is for new chunks; any chunk can be read; "zstd-split" is for payloads of
+    16-bit numbers. `lock_wait_s` bounds the wait for another process at open. `admission` is what
+    `ChunkStore.refusal` goes by; the write budget, 0 for none, is the root's, and `put` keeps it as well.
     """
 
     quota_bytes: int
     direct_io: Literal["auto", "on", "off"] = "auto"
     fsync: Literal["none", "data"] = "none"
-    codec: Literal["none", "zstd"] = "none"
+    codec: Literal["none", "zstd", "zstd-split"] = "none"
     lock_wait_s: float = 30.0
     admission: Literal["all", "second-sight", "auto"] = "all"
     write_budget_bytes_per_day: int = 0

@@ -62,6 +62,7 @@ class Upkeep:
         self._counted = True
         self._used_at = float("-inf")
         self._snapshot_at = self._ghosts_at = time.monotonic()
+        self._snapshot_of = (0, 0, 0)
 
     def start(self, counted: bool = True, ranked: bool = False) -> None:
         """Rank the index and bring the root below the quota, here if that is quick, else in the thread.
@@ -101,7 +102,7 @@ class Upkeep:
                 self._mark_use()
             if time.monotonic() - self._ghosts_at > GHOSTS_INTERVAL_S:
                 self._write_ghosts()
-            if time.monotonic() - self._snapshot_at > SNAPSHOT_INTERVAL_S:
+            if time.monotonic() - self._snapshot_at > SNAPSHOT_INTERVAL_S and self._index.mark() != self._snapshot_of:
                 self._write_snapshot(closed=False)
 
     def _count(self) -> None:
@@ -125,7 +126,7 @@ class Upkeep:
             pass  # a hint
 
     def _write_snapshot(self, closed: bool) -> None:
-        self._snapshot_at = time.monotonic()
+        self._snapshot_at, self._snapshot_of = time.monotonic(), self._index.mark()
         path = f"{self._layout.namespace(self._digest)}/{snapshot.FILE}"
         try:
             if len(self._index) < SNAPSHOT_FROM:

@@ -13,7 +13,7 @@ from lmcache_nvme_backend.store import codec, osio, recovery
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.direct_io import Transfer
 from lmcache_nvme_backend.store.evictor import Evictor
-from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, CODEC_ZSTD, MAX_UINT32, Header, blocks_of, checksum
+from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, MAX_UINT32, Header, blocks_of, checksum
 from lmcache_nvme_backend.store.index import Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
@@ -59,14 +59,15 @@ class Writer:
         self, key: ChunkKey, raw: memoryview, depth: int, parent: ChunkKey | None, tokens: int
     ) -> tuple[PutResult, int]:
         """(outcome, payload bytes written)."""
-        packed = codec.compress(raw) if self._settings.codec == "zstd" else None
-        payload = raw if packed is None else memoryview(packed)
+        kind, payload = CODEC_NONE, raw
+        if self._settings.codec != "none":
+            kind, payload = codec.compress(raw, split=self._settings.codec == "zstd-split")
         blocks = blocks_of(len(payload))
         nbytes = blocks * BLOCK
         if blocks > MAX_UINT32 or nbytes > self._settings.quota_bytes:
             return PutResult.QUOTA, 0
         header = Header(
-            key, self._namespace.raw_digest, depth, tokens, CODEC_NONE if packed is None else CODEC_ZSTD,
+            key, self._namespace.raw_digest, depth, tokens, kind,
             len(payload), len(raw), checksum(payload),
         )  # fmt: skip
         spare = frozenset(self._index.ancestors(parent))

@@ -17,7 +17,7 @@ from kvtier import facts as facts_file
 from kvtier.detect import box
 from kvtier.facts import Facts, Memory
 from kvtier.observe import snapshot
-from kvtier.plan import advice, wishes
+from kvtier.plan import advice, engine_rates, wishes
 from kvtier.plan.advice import EngineFigures
 from kvtier.plan.wishes import Wishes
 from lmcache_nvme_backend.errors import ConfigError
@@ -75,6 +75,7 @@ def wishes_from(options: dict[str, Any], log: str | None = None) -> Wishes:
         prefill_tokens_per_s=wishes.rate("--prefill-tps", options.get("prefill_tps"), "tokens a second"),
         link_gbps=wishes.rate("--link-gbps", options.get("link_gbps"), "GB a second"),
         nvme_gbps=wishes.rate("--nvme-gbps", options.get("nvme_gbps"), "GB a second"),
+        engine_rates=engine_rates.read(Path(rates)) if (rates := options.get("engine_rates")) else None,
         figures=_figures(log),
         lmcache_file=options.get("lmcache_file") or Wishes().lmcache_file,
     )

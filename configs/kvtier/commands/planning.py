@@ -42,6 +42,9 @@ def _options(
     prefill_tps: Annotated[Text, typer.Option(help="Prefill rate, tokens/s, for the estimate.")] = None,
     link_gbps: Annotated[Text, typer.Option(help="Host to device, GB/s; goes before what was measured.")] = None,
     nvme_gbps: Annotated[Text, typer.Option(help="NVMe read, GB/s; goes before what was measured.")] = None,
+    engine_rates: Annotated[
+        Text, typer.Option(help="What benchmarks/engine_ttft.py --json wrote: decides which hits are too short.")
+    ] = None,
     lmcache_file: Annotated[Text, typer.Option(help="Where the LMCache configuration will lie.")] = None,
 ) -> None:
     """Never called: its signature is the list of options."""

@@ -7,6 +7,7 @@ from typing import Any
 from kvtier.facts import Memory, Vendor
 from kvtier.plan import disk, hosts
 from kvtier.plan.draft import Draft
+from kvtier.plan.estimate import min_retrieve_tokens
 from kvtier.plan.result import Decision, Effect
 from kvtier.units import GIB, MIB, gib
 
@@ -32,7 +33,8 @@ def nvme(draft: Draft) -> None:
             f"{_chunk_bytes(draft) / MIB:.0f} MiB a rank here, and the ring should hold {_LEAST_CHUNKS_STAGED}.",
         )
     draft.decision = Decision.LMCACHE_NVME
-    draft.lmcache = config(draft, place.path, place.size, staging)
+    least = min_retrieve_tokens(draft)
+    draft.lmcache = config(draft, place.path, place.size, staging, least)
     draft.connector = {
         "kv_connector": "LMCacheConnectorV1",
         "kv_role": "kv_both",
@@ -60,10 +62,10 @@ def nvme(draft: Draft) -> None:
     if not draft.serving_nodes:
         draft.add_tier("nvme", place.size, place.path)
         return
-    hosts.split(draft, lambda path: config(draft, path, place.size, staging), place)
+    hosts.split(draft, lambda path: config(draft, path, place.size, staging, least), place)
 
 
-def config(draft: Draft, path: str, quota: int, staging: int) -> dict[str, Any]:
+def config(draft: Draft, path: str, quota: int, staging: int, min_retrieve: int = 0) -> dict[str, Any]:
     """The LMCache configuration, as its YAML file holds it."""
     extra: dict[str, Any] = {
         "storage_plugin.nvme.module_path": "lmcache_nvme_backend",
@@ -78,6 +80,7 @@ def config(draft: Draft, path: str, quota: int, staging: int) -> dict[str, Any]:
         "local_cpu": False,
         "max_local_cpu_size": 0,
         "pre_caching_hash_algorithm": "sha256_cbor",
+        **({"min_retrieve_tokens": min_retrieve} if min_retrieve else {}),
         "storage_plugins": ["nvme"],
         "extra_config": extra,
     }

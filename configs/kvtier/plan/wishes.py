@@ -9,6 +9,7 @@ import msgspec
 
 from kvtier.facts import Node
 from kvtier.plan.advice import EngineFigures
+from kvtier.plan.engine_rates import EngineRates
 from lmcache_nvme_backend.errors import ConfigError
 
 # Methods that vLLM takes in --speculative-config and that draft with layers of their own.
@@ -41,6 +42,8 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     link_gbps: float | None = None
     nvme_gbps: float | None = None
     """Rates given by the user, in GB/s; they go before measured ones."""
+    engine_rates: EngineRates | None = None
+    """What an engine with this tier measured of prefill and loads."""
     figures: EngineFigures | None = None
     """What an engine on this box said of its pool."""
     lmcache_file: str = "/etc/kvtier/lmcache.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import struct
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from store_helpers import (
     put_prefix,
 )
 
-from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Miss, MissCause, PutResult
+from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Miss, MissCause, PutResult, codec
 from lmcache_nvme_backend.store.format import chunk_name, parse_name, parse_names
 
 KEY = prefix("format", 1)[0]
@@ -89,6 +90,7 @@ def test_the_name_tells_key_depth_and_size(root):
         (8, b"\x02\x00", MissCause.VERSION),
         (10, b"\x07", MissCause.CODEC),
         (10, b"\x01", MissCause.CODEC),  # zstd, which this payload is not
+        (10, b"\x02", MissCause.CODEC),  # zstd-split, which it is not either
         (11, b"\x01", MissCause.CODEC),
         (12, b"\x04", MissCause.NAME),
         (16, struct.pack("<Q", PAYLOAD - 4096), MissCause.LENGTH),
@@ -200,7 +202,7 @@ def test_a_buffer_that_is_too_small_is_a_miss_and_leaves_the_chunk(root):
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8192, 3 << 20, (3 << 20) + 17])
-@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("codec", ["none", "zstd", "zstd-split"])
 def test_payloads_of_any_length_come_back(root, nbytes, codec):
     """Whole blocks or not, empty or larger than a bounce buffer."""
     key = prefix("lengths", 1)[0]
@@ -231,7 +233,63 @@ def test_a_listing_decoded_as_a_whole_gives_what_name_by_name_gives(names, same_
     assert strays == [name for name in names if name not in good]
 
 
-def test_chunks_of_both_codecs_live_side_by_side(root):
+def sixteen_bit(count: int, seed: int = 0) -> bytes:
+    """Numbers as KV has them in bf16: a few exponents, noise in the mantissa."""
+    rng = random.Random(seed)
+    high = rng.choices(range(0x3B, 0x43), weights=(1, 2, 4, 8, 16, 8, 4, 2), k=count)
+    return bytes(byte for pair in zip(rng.randbytes(count), high) for byte in pair)
+
+
+def test_split_planes_shrink_sixteen_bit_numbers_more_than_one_frame(root):
+    """Stored with codec 2 and less than 0.75 of their bytes; a whole frame needs more."""
+    data = sixteen_bit(200_000)
+    whole, split = prefix("planes", 2)
+    sizes = {}
+    for key, name in ((whole, "zstd"), (split, "zstd-split")):
+        with open_store(root, quota_chunks=1000, codec=name) as store:
+            store.put(key, aligned(data), depth=0)
+            sizes[name] = chunk_path(store, key).stat().st_size
+    with open_store(root, quota_chunks=1000) as store:
+        assert chunk_path(store, split).read_bytes()[10] == 2
+        for key in (whole, split):
+            buffer = aligned(bytes(len(data)))
+            assert not isinstance(store.get(key, buffer), Miss)
+            assert buffer == data
+    assert sizes["zstd-split"] < 0.75 * len(data) < sizes["zstd"]
+
+
+def test_either_plane_is_stored_raw_where_compressing_it_does_not_pay(root):
+    """The README's layout: two lengths, then the planes; one as long as the numbers are many is raw."""
+    rng = random.Random(5)
+    count = 100_000
+    noise = rng.randbytes(count)
+    for key, plane in zip(prefix("planes", 2), (0, 1)):  # which one is noise: the high plane, the low plane
+        data = bytearray(2 * count)
+        data[1 - plane :: 2] = noise
+        with open_store(root, quota_chunks=1000, codec="zstd-split") as store:
+            store.put(key, aligned(bytes(data)), depth=0)
+            stored = chunk_path(store, key).read_bytes()[4096:]
+            buffer = aligned(bytes(len(data)))
+            assert not isinstance(store.get(key, buffer), Miss)
+            assert buffer == data
+        high, low = struct.unpack_from("<QQ", stored)
+        assert (high == count, low == count) == (plane == 0, plane == 1)
+        raw_at = 16 if plane == 0 else 16 + high
+        assert stored[raw_at : raw_at + count] == noise
+
+
+@given(st.binary(max_size=400), st.integers(0, 300))
+def test_a_split_payload_of_anything_is_refused_without_an_exception(packed, numbers):
+    """A header can be right and its payload nonsense: what is taken is the two planes of it, and nothing raises."""
+    into = memoryview(bytearray(2 * numbers))
+    made = struct.pack("<QQ", numbers, max(0, len(packed) - 16 - numbers)) + packed[16:]
+    for data in (packed, made):
+        if codec.decompress(2, memoryview(data), into):
+            assert len(data) == 16 + 2 * numbers
+            assert into[1::2].tobytes() + into[0::2].tobytes() == data[16:]
+
+
+def test_chunks_of_all_codecs_live_side_by_side(root):
     """A chunk that compresses is smaller on disk, one that does not is stored raw, and either store reads both."""
     squeezable, noise = prefix("codec", 2)
     with open_store(root, codec="zstd") as store:
@@ -249,10 +307,11 @@ def test_chunks_of_both_codecs_live_side_by_side(root):
         assert isinstance(store.get(squeezable, aligned(bytes(99999))), Miss)
 
 
-@pytest.mark.parametrize("raw_bytes", [99_999, 100_001])
-def test_a_compressed_chunk_of_another_raw_length_is_a_miss(root, raw_bytes):
+@pytest.mark.parametrize("raw_bytes", [99_998, 99_999, 100_001, 100_002])
+@pytest.mark.parametrize("codec", ["zstd", "zstd-split"])
+def test_a_compressed_chunk_of_another_raw_length_is_a_miss(root, raw_bytes, codec):
     """The header's raw length and the frame have to agree."""
-    with open_store(root, codec="zstd") as store:
+    with open_store(root, codec=codec) as store:
         store.put(KEY, aligned(b"kv" * 50000), depth=0)
         path = chunk_path(store, KEY)
         edit(path, 24, struct.pack("<Q", raw_bytes))

@@ -31,7 +31,7 @@ STORES = st.sampled_from([0, 1])
 class StoreMachine(RuleBasedStateMachine):
     """Two stores of two namespaces under one root, and one quota."""
 
-    @initialize(codec=st.sampled_from(["none", "zstd"]), direct_io=st.sampled_from(["auto", "off"]))
+    @initialize(codec=st.sampled_from(["none", "zstd", "zstd-split"]), direct_io=st.sampled_from(["auto", "off"]))
     def open_both(self, codec, direct_io):
         self.root = Path(tempfile.mkdtemp())
         self.settings = StoreSettings(quota_bytes=QUOTA, codec=codec, direct_io=direct_io)

@@ -158,6 +158,30 @@ def test_a_store_that_ended_without_closing_is_ranked_by_its_files_times(root):
         assert opened._index.coldest_first() == KEYS
 
 
+def test_it_is_written_now_and_then_and_only_where_something_changed(root, monkeypatch):
+    """A store that runs for weeks leaves a snapshot without closing; while nobody uses it, nothing is written."""
+    monkeypatch.setattr(upkeep, "SNAPSHOT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(upkeep, "UPKEEP_INTERVAL_S", 0.01)
+    written = []
+    real = upkeep.Upkeep._write_snapshot
+    monkeypatch.setattr(
+        upkeep.Upkeep, "_write_snapshot", lambda self, closed: written.append(closed) or real(self, closed)
+    )
+    with open_store(root) as opened:
+        put_prefix(opened, KEYS)
+        deadline = time.monotonic() + 20
+        while not file_of(root).exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        found = snapshot.read(str(file_of(root).parent), NAMESPACE.raw_digest)
+        assert found is not None
+        assert not found.closed
+        time.sleep(0.1)  # several intervals
+        before = len(written)
+        time.sleep(0.1)
+        assert len(written) == before
+        assert opened.usage().used_bytes == disk_bytes(root)
+
+
 class Remembering(TailFirstLru):
     def __init__(self):
         super().__init__()
