@@ -16,14 +16,14 @@ from typing import Final
 
 import msgspec
 
-from lmcache_nvme_backend.store import ghosts, recovery, session, snapshot
+from lmcache_nvme_backend.store import recovery, session
 from lmcache_nvme_backend.store.account import Account, Ledger
 from lmcache_nvme_backend.store.format import BLOCK
 from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
-from lmcache_nvme_backend.store.removal import Removal, remove_empty_namespace, remove_file
+from lmcache_nvme_backend.store.removal import Removal, remove_empty_namespace, remove_hints
 from lmcache_nvme_backend.store.results import StoreStats
 from lmcache_nvme_backend.store.settings import (
     EVICT_BATCH,
@@ -187,10 +187,7 @@ class Evictor:
         with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
             if any(peer.namespace == digest for peer in session.live_peers(self._layout)):
                 return
-            for hint in (snapshot.FILE, ghosts.FILE):
-                hint_bytes = recovery.count_tree(f"{directory}/{hint}")
-                if remove_file(f"{directory}/{hint}"):
-                    ledger.free(hint_bytes)
+            ledger.free(remove_hints(directory))
             if not remove_empty_namespace(directory):
                 self._stuck[digest] = time.monotonic()
 

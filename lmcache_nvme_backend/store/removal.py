@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from lmcache_nvme_backend.store import osio, recovery
+from lmcache_nvme_backend.store import ghosts, osio, recovery, snapshot
 from lmcache_nvme_backend.store.namespace import DESCRIPTION
 
 
@@ -55,6 +55,17 @@ def remove_file(path: str) -> bool | None:
             return False
     except OSError:
         return False
+
+
+def remove_hints(directory: str) -> int:
+    """Remove what the store noted about a namespace that is to go; returns the bytes, for the ledger. Call it inside
+    the root's lock."""
+    freed = 0
+    for hint in (snapshot.FILE, ghosts.FILE):
+        nbytes = recovery.count_tree(f"{directory}/{hint}")
+        if remove_file(f"{directory}/{hint}"):
+            freed += nbytes
+    return freed
 
 
 def remove_empty_namespace(directory: str) -> bool:
