@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from operator import itemgetter
 from typing import Final
 
@@ -108,33 +108,34 @@ class HitDensity:
             ghosts.put(key, least, int(now))
 
     def _use(self, prefix: Sequence[ChunkKey], again: bool) -> None:
-        """From the tail to the head, which ends as the most recent and is at least as often used."""
+        """From the tail to the head, which ends as the most recent and is at least as often used.
+
+        A long prefix is looked up on every turn, so it moves in runs of one class, by loops that Python has in C.
+        """
         now = self._clock()  # one object for all of them
-        queues = self._queues
-        kind = least = 0
+        rest = prefix[::-1]
+        least = 0
         followed = 0  # 1 behind the tail: something follows
-        for key in reversed(prefix):
-            queue = queues[kind]
-            used = queue.get(key)
-            if used is None:
-                kind = next(kind for kind, queue in enumerate(queues) if key in queue)
-                queue = queues[kind]
-                used = queue[key]
+        while rest:
+            kind = next(kind for kind, queue in enumerate(self._queues) if rest[0] in queue)
+            queue = self._queues[kind]
+            run = list(takewhile(queue.__contains__, rest)) if followed or kind & 1 else [rest[0]]
             uses = kind >> 1
-            if again and uses < MAX_USES and now - used >= SAME_USE_S:
-                uses += 1
-            if uses < least:
-                uses = least
-            least = uses
+            if again and uses < MAX_USES:
+                times = set(map(queue.__getitem__, run))  # few: what was used together has one time
+                if now - min(times) >= SAME_USE_S > now - max(times):
+                    del run[1:]  # they differ: one by one
+                uses += now - queue[run[0]] >= SAME_USE_S
+            uses = least = max(uses, least)
             new = uses << 1 | kind & 1 | followed
             followed = 1
             if new == kind:
-                queue[key] = now
-                queue.move_to_end(key)
+                queue.update(dict.fromkeys(run, now))
+                _exhaust(map(queue.move_to_end, run))
             else:
-                del queue[key]
-                queues[new][key] = now
-                kind = new
+                _exhaust(map(queue.pop, run))
+                self._queues[new].update(dict.fromkeys(run, now))
+            rest = rest[len(run) :]
 
     def discard(self, key: ChunkKey) -> None:
         found = self._take(key)
@@ -194,3 +195,6 @@ class HitDensity:
         if not 0 <= now - self._learned_at < _LEARN_INTERVAL_S:
             self._learned_at = now
             self._densities = self._returns.densities(int(now))
+
+
+_exhaust: Final = deque[object](maxlen=0).extend

@@ -168,8 +168,8 @@ def test_the_rate_of_returns_is_estimated_though_most_still_wait(mean_s):
 def test_the_sample_stays_bounded_whatever_is_asked():
     """A million keys cost a megabyte, not a hundred."""
     returns = Returns()
-    for number in range(60_000):
-        returns.asked((digest_fields("many", number),), number // 100)
+    for number in range(120_000):
+        returns.asked((digest_fields("many", number),), number // 200)
     assert len(returns._followed) <= 4096
     assert returns.has_learned
     table = returns.densities(600)
