@@ -28,8 +28,10 @@ _BUCKETS: Final = 21
 _EDGES: Final = (0, *(1 << b for b in range(_BUCKETS)))
 # Keys followed at most; the share of all keys that is followed is halved where that is not enough. About 1 MiB.
 _SAMPLE: Final = 4096
-# Of 256 keys, this many are followed at first: of a prefix of 512 chunks 64, which costs its lookup 30 us.
-_SHARE: Final = 32
+# Of a long prefix, the chunks behind the first 64 are followed at an eighth of the share: a lookup of 512 chunks must
+# not spend its time here, and what is deep in one prefix lives and dies together.
+_NEAR: Final = 64
+_DEEP: Final = 8
 # Returns and endings are counted for half as much when this many have been counted, so that habits may change.
 _WINDOW: Final = 8192
 # Weights of what is assumed where little has been seen, in lifetimes: that the rate of all classes falls with age
@@ -45,8 +47,9 @@ class Returns:
     """Not thread-safe: called with the index's lock held. Times are whole seconds of one clock."""
 
     def __init__(self) -> None:
-        self._followed: dict[ChunkKey, tuple[int, int]] = {}  # key -> class, second of the last use
-        self._share = _SHARE  # keys whose sixth byte is below are followed
+        # key -> class, second of the last use, by what its share is divided
+        self._followed: dict[ChunkKey, tuple[int, int, int]] = {}
+        self._share = 256  # keys whose sixth byte is below are followed
         self._returned = _table()
         self._ended = _table()  # lifetimes whose end, by a return or by losing sight, was seen in this bucket
         self._part = _table()  # seconds that those spent in that bucket
@@ -60,21 +63,24 @@ class Returns:
 
     def asked(self, keys: Sequence[ChunkKey], now_s: int) -> None:
         """A request asks for this prefix; what of it is here does not matter."""
-        share = self._share
+        share, deep = self._share, self._share // _DEEP
         followed = self._followed
-        for key in [key for key in keys if key[5] < share]:
+        chosen = [(key, 1) for key in keys[:_NEAR] if key[5] < share]
+        if len(keys) > _NEAR:
+            chosen += [(key, _DEEP) for key in keys[_NEAR:] if key[5] < deep]
+        for key, part in chosen:
             known = followed.pop(key, None)
             extended = key is not keys[-1]
             if known is None:
-                followed[key] = (int(extended), now_s)
+                followed[key] = (int(extended), now_s, part)
                 continue
-            old, since = known
+            old, since, _ = known
             if now_s - since >= SAME_USE_S:
                 self._end(old, now_s - since, returned=True)
                 new = min(old + 2, CLASSES - 2 + (old & 1))
             else:
                 new = old
-            followed[key] = (new | extended, now_s)
+            followed[key] = (new | extended, now_s, part)
         if len(followed) > _SAMPLE:
             self._thin(now_s)
 
@@ -94,11 +100,11 @@ class Returns:
         """Follow fewer keys. Those given up were seen waiting until now."""
         if self._share > 1:
             self._share //= 2
-            gone = [key for key in self._followed if key[5] >= self._share]
+            gone = [key for key, (_, _, part) in self._followed.items() if key[5] >= self._share // part]
         else:  # the order of the dict is that of the last use
             gone = list(self._followed)[: _SAMPLE // 2]
         for key in gone:
-            kind, since = self._followed.pop(key)
+            kind, since, _ = self._followed.pop(key)
             self._end(kind, now_s - since, returned=False)
 
     def densities(self, now_s: int) -> list[list[float]]:
@@ -132,7 +138,7 @@ class Returns:
         """Returns a second of what has not returned yet, by class and bucket."""
         ended = [list(row) for row in self._ended]
         part = [list(row) for row in self._part]
-        for kind, since in self._followed.values():
+        for kind, since, _ in self._followed.values():
             age = now_s - since
             bucket = bucket_of(age)
             ended[kind][bucket] += 1
