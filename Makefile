@@ -10,10 +10,14 @@ PYTEST = $(VENV)/bin/python -m pytest
 # Two files at a time: starting an engine keeps little more than one core busy, and three of them fit into 24 GiB twice.
 BESIDE := -n 2 --dist loadfile --max-worker-restart 0
 # Quick ones first; a folder of tests/ that is not named here is not run.
-TESTS := $(addprefix tests/,unit integration patches proxy engine)
+TESTS := $(addprefix tests/,unit faults integration patches proxy engine)
+# How often `make faults` kills a process, and how long its threads race, in seconds.
+KILLS ?= 1000
+RACE ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-integration test-engine test-proxy test-patches soak lint overlays clean
+.PHONY: help setup demo test test-unit test-integration test-engine test-proxy test-patches faults soak lint overlays \
+	clean
 
 help:
 	@echo 'make demo              a prompt survives an engine restart, shown on this machine without a GPU'
@@ -23,6 +27,7 @@ help:
 	@echo 'make test-engine       the real vLLM on the CPU'
 	@echo 'make test-proxy        the real LiteLLM proxy'
 	@echo 'make test-patches      every affected release of vLLM (minutes, some 130 MB each)'
+	@echo 'make faults            the long fault campaign: a thousand kills, every failing call, races (some ten minutes)'
 	@echo 'make soak              a real engine for ten minutes while its cache directory is damaged (some 25 minutes in all)'
 	@echo 'make lint              ruff and mypy'
 	@echo 'make clean             remove the environment and what was fetched into this folder'
@@ -34,7 +39,7 @@ demo: $(READY)
 # One pytest for all of it, so that its summary is the last word; .ci/run reads the status that make would change to 2.
 test: $(READY) overlays
 	@mkdir -p .cache && rm -f .cache/pytest-status
-	@$(PYTEST) $(BESIDE) -m 'not matrix' $(TESTS); status=$$?; echo $$status > .cache/pytest-status; exit $$status
+	@$(PYTEST) $(BESIDE) -m 'not matrix and not long' $(TESTS); status=$$?; echo $$status > .cache/pytest-status; exit $$status
 
 test-unit: $(READY)
 	@$(PYTEST) $(BESIDE) tests/unit
@@ -51,6 +56,13 @@ test-proxy: $(READY)
 # Every release of the matrix, some 130 MB each at the first run; `make test` takes two of them.
 test-patches: $(READY)
 	@$(PYTEST) tests/patches tests/unit/kvpatches
+
+# The short forms of these are part of `make test`; docs/reliability.md has the figures of the last long run.
+faults: $(READY)
+	@$(VENV)/bin/python -m tests.faults.campaign --kills $(KILLS)
+	@$(VENV)/bin/python -m tests.faults.stress --seconds $(RACE)
+	@$(VENV)/bin/python -m tests.faults.stress --seconds $(RACE) --codec zstd
+	@$(PYTEST) tests/faults
 
 # SOAK takes options: make soak SOAK='--minutes 60 --json result.json'
 soak: $(READY)

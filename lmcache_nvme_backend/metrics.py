@@ -59,6 +59,7 @@ METRICS = (
     Metric("kvtier_staging_slots_free", "gauge", "Staging slots free now"),
     Metric("kvtier_chunks", "gauge", "Chunks in this rank's namespace"),
     Metric("kvtier_direct_io", "gauge", "1 where chunks bypass the page cache"),
+    Metric("kvtier_breaker_open", "gauge", "1 while the tier stands aside from a disk that fails"),
     Metric("kvtier_degraded", "gauge", "1 where the tier is configured and does not serve"),
 )
 

@@ -130,6 +130,11 @@ class ChunkSaver:
             self.dropped.add("failed load", last - first)
             yield False
             return
+        if self._store.stands_aside:
+            call.request.refuse(first)
+            self.dropped.add(PutResult.ASIDE.value, last - first)
+            yield False
+            return
         call.request.offered_from(first)
         if not call.request.admits(first):
             self.dropped.add(call.request.cause, last - first)

@@ -31,5 +31,6 @@ def exported_values(backend: Any) -> dict[str, Any]:
         "kvtier_staging_slots_free": ring.free if ring else 0,
         "kvtier_chunks": usage.namespace_chunks,
         "kvtier_direct_io": backend.store.direct_io,
-        "kvtier_degraded": backend.withdrawn,
+        "kvtier_breaker_open": backend.store.stands_aside,
+        "kvtier_degraded": backend.withdrawn or backend.store.stands_aside,
     }

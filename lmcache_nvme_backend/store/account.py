@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import struct
 import threading
 import time
@@ -178,6 +179,8 @@ class Account:
 
     def _is_current(self) -> bool:
         try:
+            if stat.S_ISLNK(osio.lstat(self._path.rpartition("/")[0]).st_mode):
+                raise OSError(errno.ELOOP, "a link has taken the place of the store's directory")
             found = osio.lstat(self._path)
         except FileNotFoundError:
             return False

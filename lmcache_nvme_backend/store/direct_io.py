@@ -137,6 +137,8 @@ def _floor(nbytes: int) -> int:
 def probe(path: str) -> str | None:
     """Try a direct write and read on a new file at `path`. None where both work, else what failed.
 
+    Raises `OSError` where the disk is full, which tells nothing.
+
     Some file systems accept the open and refuse the write, others accept what a disk refuses: only doing it tells.
     """
     pages = Pages()
@@ -145,12 +147,16 @@ def probe(path: str) -> str | None:
         fd = osio.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | osio.O_DIRECT)
     except OSError as error:
         osio.unlink_quietly(path)
+        if error.errno in osio.FULL:
+            raise
         return f"open: {error.strerror}"
     try:
         osio.write_fully(fd, [pages.header])
         if osio.read_fully(fd, [pages.tail]) != BLOCK or pages.tail != pages.header:
             return "read: other bytes than were written"
     except OSError as error:
+        if error.errno in osio.FULL:
+            raise
         return f"write or read: {error.strerror}"
     finally:
         osio.close_quietly(fd)

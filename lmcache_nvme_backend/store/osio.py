@@ -15,6 +15,7 @@ import stat
 from collections.abc import Sequence
 
 O_DIRECT = os.O_DIRECT
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what a full disk answers
 
 
 def open(path: str, flags: int, mode: int = 0o600) -> int:
@@ -87,7 +88,12 @@ def rmdir(path: str) -> None:
 
 
 def listdir(path: str) -> list[str]:
-    return os.listdir(path)
+    """The names in a directory, which is not a link to one."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
 
 
 def utime(path: str, ns: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
 
-from lmcache_nvme_backend.store import codec, osio
+from lmcache_nvme_backend.store import codec, osio, recovery
+from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.direct_io import Pages, Transfer
 from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, Header, checksum, parse_header
 from lmcache_nvme_backend.store.index import Entry
@@ -15,8 +17,8 @@ from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import NamespaceDigest
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause
 
-# What open answers for a symlink (ELOOP), and for a directory or device in a file's place.
-_NOT_A_FILE = (NotADirectoryError, IsADirectoryError)
+# A disk's or file system's word on the bytes of one file: asking again would get the same answer.
+_UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 
 
 class ReadOutcome:
@@ -32,44 +34,62 @@ class ReadOutcome:
 class Reader:
     """Thread-safe: every call has its own descriptor and its own pages."""
 
-    def __init__(self, layout: Layout, namespace: NamespaceDigest, transfer: Transfer) -> None:
+    def __init__(
+        self, layout: Layout, namespace: NamespaceDigest, transfer: Transfer, breaker: Breaker | None = None
+    ) -> None:
         self._layout = layout
         self._namespace = namespace
         self._transfer = transfer
+        self._breaker = breaker
 
     def read(self, key: ChunkKey, entry: Entry, into: memoryview) -> ReadOutcome:
         """Fill `into` with the chunk. On a miss the content of `into` is undefined, never to be used."""
         path = self._layout.chunk(self._namespace.digest, key, entry.depth, entry.blocks)
         try:
+            if recovery.leads_outside(path):
+                return ReadOutcome(Miss(MissCause.ABSENT))
             fd = osio.open(path, os.O_RDONLY | self._transfer.flags)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return ReadOutcome(Miss(MissCause.ABSENT))
-        except OSError:
-            return self._not_opened(path)
+        except OSError as error:
+            return self._not_opened(path, error)
         pages = self._transfer.pool.take_pages()
         try:
             found = osio.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != entry.nbytes:
                 return ReadOutcome(Miss(MissCause.TRUNCATED), inode=found.st_ino)
-            result, nbytes = self._fill(fd, pages, key, entry, into)
+            try:
+                result, nbytes = self._fill(fd, pages, key, entry, into)
+            except OSError as error:
+                if error.errno not in _UNREADABLE:
+                    raise
+                self._failed(error)
+                return ReadOutcome(Miss(MissCause.UNREADABLE), inode=found.st_ino)
             self._transfer.finish(fd)
+            if self._breaker is not None:
+                self._breaker.worked("read")
             return ReadOutcome(result, nbytes, found.st_ino)
-        except OSError:
-            return ReadOutcome(Miss(MissCause.IO_ERROR))
+        except OSError as error:
+            return self._failed(error)
         finally:
             self._transfer.pool.give_pages(pages)
             osio.close_quietly(fd)
 
-    def _not_opened(self, path: str) -> ReadOutcome:
+    def _failed(self, error: OSError) -> ReadOutcome:
+        if self._breaker is not None:
+            self._breaker.failed("read", error)
+        return ReadOutcome(Miss(MissCause.IO_ERROR))
+
+    def _not_opened(self, path: str, error: OSError) -> ReadOutcome:
         """A symlink or a device in a chunk's place is a bad chunk; any other failure says nothing about the file."""
         try:
             found = osio.lstat(path)
         except FileNotFoundError:
             return ReadOutcome(Miss(MissCause.ABSENT))
         except OSError:
-            return ReadOutcome(Miss(MissCause.IO_ERROR))
+            return self._failed(error)
         if stat.S_ISREG(found.st_mode):
-            return ReadOutcome(Miss(MissCause.IO_ERROR))
+            return self._failed(error)
         return ReadOutcome(Miss(MissCause.TRUNCATED), inode=found.st_ino)
 
     def _fill(self, fd: int, pages: Pages, key: ChunkKey, entry: Entry, into: memoryview) -> tuple[GetResult, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
+from typing import Final
 
 from lmcache_nvme_backend.store import osio
 from lmcache_nvme_backend.store.format import BLOCK, parse_names
@@ -13,6 +14,8 @@ from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
 
 SHARDS = tuple(f"{number:02x}" for number in range(256))
 _SHARDS = frozenset(SHARDS)
+# An open writes an account, a session, namespace.json and a probe: a block each, and as much again for directories.
+_OPENING_BYTES: Final = 16 * BLOCK
 
 Chunk = tuple[ChunkKey, int, int]  # key, depth, blocks
 
@@ -44,6 +47,34 @@ def file_time(path: str) -> int | None:
         return None
 
 
+def is_gone(path: str) -> bool:
+    """Whether a file is certainly not there: an error that tells nothing about it is no proof."""
+    try:
+        osio.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def is_link(path: str) -> bool:
+    """Whether a link has this name: its target is not the store's. Raises `OSError` where that cannot be told."""
+    try:
+        return stat.S_ISLNK(osio.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def leads_outside(path: str) -> bool:
+    """Whether a link has taken the place of a directory of the store on the way to a chunk or a temporary, so that
+    this path would lead to files that are not the store's. Raises `OSError` where that cannot be told."""
+    shard = path.rpartition("/")[0]
+    namespace = shard.rpartition("/")[0]
+    base = namespace.rpartition("/")[0]  # for a temporary these three are temp, the base and the root
+    return is_link(base) or is_link(namespace) or is_link(shard)
+
+
 def shard_chunks(namespace_dir: str, shard: str) -> Iterator[Chunk]:
     chunks, _ = parse_names(list_dir(f"{namespace_dir}/{shard}"), shard)
     return chunks
@@ -55,6 +86,24 @@ def namespace_chunks(namespace_dir: str) -> Iterator[Chunk]:
     for shard in SHARDS:
         if shard in there:
             yield from shard_chunks(namespace_dir, shard)
+
+
+def give_way(layout: Layout) -> bool:
+    """Remove the chunks unused for longest, of any namespace, until a store has room for what it keeps about itself;
+    whether any went. For an open on a full disk, which finds no room to begin with; the account is to be counted anew.
+    """
+    chunks = []
+    for digest in filter(is_namespace_dir, list_dir(layout.base)):
+        for key, depth, blocks in namespace_chunks(layout.namespace(digest)):
+            path = layout.chunk(digest, key, depth, blocks)
+            chunks.append((file_time(path) or 0, -depth, path, blocks * BLOCK))
+    freed = 0
+    for _, _, path, nbytes in sorted(chunks):
+        if freed >= _OPENING_BYTES:
+            break
+        if osio.unlink_quietly(path):
+            freed += nbytes
+    return freed > 0
 
 
 class NamespaceScan:

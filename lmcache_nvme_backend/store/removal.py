@@ -41,11 +41,14 @@ class Removal:
 
 
 def remove_file(path: str) -> bool | None:
-    """`Removal.remove` where the time does not matter. An empty directory in a file's place goes, too."""
+    """`Removal.remove` where the time does not matter. An empty directory in a file's place goes, too; what lies
+    behind a link in a directory's place is not the store's, and counts as gone."""
     try:
+        if recovery.leads_outside(path):
+            return None
         osio.unlink(path)
         return True
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (IsADirectoryError, PermissionError):
         try:

@@ -17,6 +17,7 @@ class PutResult(Enum):
     NO_SPACE = "no space"  # the disk is full, below the quota, also after an eviction
     IO_ERROR = "io error"
     LOCK_WAIT = "lock wait"  # the root's lock was not free within the store path's bound
+    ASIDE = "stepped aside"  # the disk fails, and nothing is asked of it for the time being
     CLOSED = "closed"
     FIRST_SIGHT = "first sight"  # not worth writing before it is asked for again
     WRITE_BUDGET = "write budget"  # the day's budget of bytes is spent
@@ -40,14 +41,19 @@ class MissCause(Enum):
     NAME = "name"  # depth in the name and in the header differ
     LENGTH = "length"  # the header's lengths do not agree with each other or with the file
     PAYLOAD_CHECKSUM = "payload checksum"
+    UNREADABLE = "unreadable"  # the disk cannot read this file; another may be readable
     IO_ERROR = "io error"
     TOO_LARGE = "too large for the buffer"
+    ASIDE = "stepped aside"
     CLOSED = "closed"
 
     @property
     def corrupt(self) -> bool:
         """True where the file itself is bad: it has been removed."""
-        return self not in (MissCause.ABSENT, MissCause.IO_ERROR, MissCause.TOO_LARGE, MissCause.CLOSED)
+        return self not in _NOT_CORRUPT
+
+
+_NOT_CORRUPT = frozenset((MissCause.ABSENT, MissCause.IO_ERROR, MissCause.TOO_LARGE, MissCause.ASIDE, MissCause.CLOSED))
 
 
 class Hit(msgspec.Struct, frozen=True):

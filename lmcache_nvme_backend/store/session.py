@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from lmcache_nvme_backend.store import osio
+from lmcache_nvme_backend.store import osio, recovery
 from lmcache_nvme_backend.store.account import Ledger
 from lmcache_nvme_backend.store.layout import Layout
 
@@ -67,17 +67,23 @@ class Session:
         try:
             osio.fchmod(fd, 0o600)
             _lock_own(fd)
+            self._fd = fd
+            self.publish(0)
         except OSError:
+            self._fd = -1
             osio.close_quietly(fd)
             osio.unlink_quietly(self.path)
             raise
-        self._fd = fd
-        self.publish(0)
 
     def publish(self, namespace_bytes: int) -> None:
         """Write the record. An error leaves the old one, which a recount then counts."""
         record = _RECORD.pack(_MAGIC, self._namespace, os.getpid(), self.reserved, namespace_bytes)
         osio.pwrite(self._fd, record + self._quota, 0)
+
+    @property
+    def probe_path(self) -> str:
+        """A temporary's path for one prober at a time, swept with the others."""
+        return f"{self._layout.temp}/{self.id}-0"
 
     def temporary(self) -> str:
         """A path that nobody else uses. Call it inside the account's lock."""
@@ -153,7 +159,7 @@ def sweep(layout: Layout, ledger: Ledger) -> int:
             live.add(name)
         else:
             dead.add((name, peer.reserved if peer is not None else 0))
-    for name in osio.listdir(layout.temp):
+    for name in recovery.list_dir_or_raise(layout.temp):
         owner = _TEMPORARY.fullmatch(name)
         if owner is None or owner[1] not in live:
             osio.unlink_quietly(f"{layout.temp}/{name}")

@@ -13,6 +13,7 @@ from lmcache_nvme_backend.store import session as sessions
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.admission import Admission
 from lmcache_nvme_backend.store.density import HitDensity
+from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
 from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
@@ -22,6 +23,7 @@ from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, Namespace, write_description
 from lmcache_nvme_backend.store.opening import check_root, choose_transfer
 from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy
+from lmcache_nvme_backend.store.probe import DiskProbe
 from lmcache_nvme_backend.store.reader import Reader
 from lmcache_nvme_backend.store.removal import Removal, remove_file
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
@@ -71,6 +73,7 @@ class ChunkStore:
         self._in_flight = 0
         self._closed = False
         self._writing: set[ChunkKey] = set()
+        self._breaker: Breaker
         self._transfer: Transfer
         self._reader: Reader
         self._writer: Writer
@@ -93,9 +96,32 @@ class ChunkStore:
         `warnings`.
         """
         layout = check_root(root, settings)
-        store = cls(layout, namespace, settings, policy or HitDensity())
+        policy = policy or HitDensity()
         try:
-            store._start()
+            return cls._open(layout, namespace, settings, policy)
+        except OSError as error:
+            if error.errno in osio.FULL and recovery.give_way(layout):
+                try:
+                    return cls._open(layout, namespace, settings, policy, recount=True)
+                except OSError as again:
+                    error = again
+            raise ConfigError(
+                "nvme.path", f"{layout.root}, where the store cannot work: {error}",
+                "a directory on a local disk that this user can write", "Check the disk and its mount.",
+            ) from None  # fmt: skip
+
+    @classmethod
+    def _open(
+        cls,
+        layout: Layout,
+        namespace: Namespace,
+        settings: StoreSettings,
+        policy: EvictionPolicy,
+        recount: bool = False,
+    ) -> ChunkStore:
+        store = cls(layout, namespace, settings, policy)
+        try:
+            store._start(recount)
         except LockTimeout:
             holder = store._account.holder()
             store._abandon()
@@ -106,23 +132,17 @@ class ChunkStore:
                 "a wait within which the other process finishes (counting the files of a large root takes seconds)",
                 "End that process, or raise nvme.lock_wait_s.",
             ) from None
-        except OSError as error:
-            store._abandon()
-            raise ConfigError(
-                "nvme.path", f"{layout.root}, where the store cannot work: {error}",
-                "a directory on a local disk that this user can write", "Check the disk and its mount.",
-            ) from None  # fmt: skip
         except BaseException:
             store._abandon()
             raise
         return store
 
-    def _start(self) -> None:
+    def _start(self, recount: bool) -> None:
         layout, namespace, settings = self._layout, self.namespace, self._settings
         exact = self._read_hint()
         if self._index.ghosts is not None:
             self._index.ghosts.read(self._directory, namespace.raw_digest)
-        with self._account.locked(settings.lock_wait_s) as ledger:
+        with self._account.locked(settings.lock_wait_s, force_recount=recount) as ledger:
             self._session.ensure()
             sessions.sweep(layout, ledger)
             self._watcher.begin()
@@ -143,18 +163,23 @@ class ChunkStore:
         self._transfer = choose_transfer(layout, settings, probe_path, self.warnings)
         if not self._loaded:
             self._load(recovery.NamespaceScan(self._directory))
-        self._reader = Reader(layout, namespace, self._transfer)
+        self._breaker = Breaker(
+            layout.root,
+            DiskProbe(layout, namespace.digest, self._account, self._session, self._index, self._transfer),
+        )
+        self._reader = Reader(layout, namespace, self._transfer, self._breaker)
         self._writer = Writer(
             layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer,
-            self._budget,
+            self._breaker, self._budget,
         )  # fmt: skip
         for path in (probe_path, description_path):  # gone, unless their removal failed
             self._writer.abandon(path, 0)
         for key, depth, blocks in self._doubles:
             self._remove_file(key, Entry(blocks, depth, None))
         self._upkeep = Upkeep(
-            layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._writer
-        )
+            layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._writer,
+            self._breaker,
+        )  # fmt: skip
         self._hint = None
         self._upkeep.start(counted=not self._uncounted, ranked=self._uncounted and exact)
         self._warn_if_full()
@@ -195,7 +220,9 @@ class ChunkStore:
         used += recovery.count_store(layout, skip=self.namespace.digest)
         self._foreign_bytes = recovery.count_foreign(layout)
         used += self._foreign_bytes
-        return Ledger(used, sum(peer.reserved for peer in sessions.live_peers(layout)))
+        # This store's own part is known better than from its record, whose last writing may have failed.
+        others = sum(peer.reserved for peer in sessions.live_peers(layout) if peer.session_id != self._session.id)
+        return Ledger(used, others + self._session.reserved)
 
     def _warn_if_full(self) -> None:
         foreign_gib, quota_gib = self._foreign_bytes / 2**30, self._settings.quota_bytes / 2**30
@@ -225,7 +252,7 @@ class ChunkStore:
             self._upkeep.stop()
         try:
             with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
-                osio.unlink(self._session.path)
+                remove_file(self._session.path)
                 ledger.cancel(self._session.reserved)
         except OSError:
             pass  # an unlocked session file is swept by the next store that looks
@@ -260,21 +287,21 @@ class ChunkStore:
         Refreshes the recency of those found, so that the head ends as the most recent, and pins each once more where
         `pin`. Present means that the file was there when this process last knew; its content is checked by `get`.
         """
-        if self._closed:
+        if self._closed or self._breaker.open:
             return 0
         self._watcher.follow(keys)
         return self._index.use_prefix(keys, pin, again)
 
     def contains(self, key: ChunkKey, *, pin: bool = False) -> bool:
         """Whether one chunk, of a prefix that a request has asked for, is present: refreshes and pins like `match`."""
-        if self._closed:
+        if self._closed or self._breaker.open:
             return False
         self._watcher.follow((key,))
         return self._index.use(key, pin)
 
     def pin(self, key: ChunkKey) -> bool:
         """Protect a present chunk from eviction by this store until as many `unpin`. False where it is not present."""
-        return not self._closed and self._index.pin(key)
+        return not self._closed and not self._breaker.open and self._index.pin(key)
 
     def unpin(self, key: ChunkKey) -> bool:
         """Take one pin away. False where there was none."""
@@ -317,6 +344,8 @@ class ChunkStore:
     def _put(
         self, key: ChunkKey, view: memoryview, depth: int, parent: ChunkKey | None, tokens: int
     ) -> tuple[PutResult, int]:
+        if self._breaker.open:
+            return PutResult.ASIDE, 0
         with self._calls:
             if key in self._writing:
                 return PutResult.BUSY, 0
@@ -357,6 +386,8 @@ class ChunkStore:
         return result
 
     def _get(self, key: ChunkKey, into: memoryview) -> tuple[GetResult, int]:
+        if self._breaker.open:
+            return Miss(MissCause.ASIDE), 0
         entry = self._index.get(key)
         if entry is None:
             self._watcher.follow((key,))
@@ -370,12 +401,14 @@ class ChunkStore:
             self._index.discard(key, entry)  # another process evicted it
         elif outcome.result.cause.corrupt:
             self._index.discard(key, entry)
-            self._remove_file(key, entry, outcome.inode)
+            if not self._remove_file(key, entry, outcome.inode) and outcome.inode is not None:
+                path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
+                self._writer.remove_later(path, entry.nbytes, outcome.inode)
         return outcome.result, outcome.nbytes
 
     def _file_is_there(self, key: ChunkKey, entry: Entry) -> bool:
         path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
-        return recovery.file_time(path) is not None
+        return not recovery.is_gone(path)
 
     def _remove_file(self, key: ChunkKey, entry: Entry, inode: int | None = None) -> bool:
         """Remove a chunk's file, if it is still this inode where one is given: a newer file may be good."""
@@ -414,6 +447,11 @@ class ChunkStore:
     def directory(self) -> str:
         """This namespace's directory."""
         return self._directory
+
+    @property
+    def stands_aside(self) -> bool:
+        """Whether the disk fails, so that every lookup is a miss and nothing is stored until it works again."""
+        return self._breaker.open
 
     @property
     def direct_io(self) -> bool:

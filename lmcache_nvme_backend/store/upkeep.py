@@ -9,6 +9,7 @@ from typing import Final
 
 from lmcache_nvme_backend.store import ghosts, osio, recovery, snapshot
 from lmcache_nvme_backend.store.account import Account
+from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import MAX_UINT32
 from lmcache_nvme_backend.store.index import Index
@@ -46,6 +47,7 @@ class Upkeep:
         index: Index,
         evictor: Evictor,
         writer: Writer,
+        breaker: Breaker,
     ) -> None:
         self._layout = layout
         self._digest = namespace.digest
@@ -56,6 +58,7 @@ class Upkeep:
         self._index = index
         self._evictor = evictor
         self._writer = writer
+        self._breaker = breaker
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nvme-store-upkeep", daemon=True)
         self._ranked = False
@@ -81,10 +84,11 @@ class Upkeep:
         """End the thread, after one last write of what is not on disk yet."""
         self._stopping.set()
         self._thread.join()
-        self._flush(limit=len(self._index))
-        self._mark_use()
-        self._write_ghosts()
-        self._write_snapshot(closed=self._ranked)
+        if not self._breaker.open:
+            self._flush(limit=len(self._index))
+            self._mark_use()
+            self._write_ghosts()
+            self._write_snapshot(closed=self._ranked)
 
     def _run(self) -> None:
         self._count()
@@ -92,6 +96,9 @@ class Upkeep:
             self._rank()
         self._trim()
         while not self._stopping.wait(UPKEEP_INTERVAL_S):
+            self._breaker.try_again()
+            if self._breaker.open:
+                continue
             self._count()
             self._flush(TOUCHES_PER_UPKEEP)
             self._writer.settle()
@@ -163,16 +170,23 @@ class Upkeep:
         self._ranked = True
 
     def _flush(self, limit: int) -> None:
+        outside: dict[int, bool] = {}
         for key, entry, ns in self._index.take_times(limit):
+            path = self._layout.chunk(self._digest, key, entry.depth, entry.blocks)
             try:
-                osio.utime(self._layout.chunk(self._digest, key, entry.depth, entry.blocks), ns)
+                if key[0] not in outside:
+                    outside[key[0]] = recovery.leads_outside(path)
+                if not outside[key[0]]:
+                    osio.utime(path, ns)
             except OSError:
                 pass  # evicted by another process, or a disk that fails: recency is a hint
 
     def _mark_use(self) -> None:
         self._used_at = time.monotonic()
+        path = f"{self._layout.namespace(self._digest)}/{DESCRIPTION}"
         try:
-            osio.utime(f"{self._layout.namespace(self._digest)}/{DESCRIPTION}", time.time_ns())
+            if not recovery.leads_outside(path):
+                osio.utime(path, time.time_ns())
         except OSError:
             pass
 

@@ -156,7 +156,7 @@ class _Verifier:
             found.nbytes += entry.nbytes
         elif result.cause is MissCause.ABSENT:
             found.gone += 1
-        elif result.cause.corrupt:
+        elif result.cause.corrupt and result.cause is not MissCause.UNREADABLE:
             removed = self._guest is not None and self._remove(self._guest, path, entry.nbytes, outcome.inode)
             found.bad.append(Fault(path, result.cause.value, entry.nbytes, removed))
         else:

@@ -86,13 +86,9 @@ class Watcher:
         entry = self._index.get(key)
         if entry is None:
             return True
-        try:
-            osio.lstat(self._layout.chunk(self._digest, key, entry.depth, entry.blocks))
-        except FileNotFoundError:
+        if recovery.is_gone(self._layout.chunk(self._digest, key, entry.depth, entry.blocks)):
             self._index.discard(key, entry)
             return True
-        except OSError:
-            pass  # says nothing about the file
         return False
 
 

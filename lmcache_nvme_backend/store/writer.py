@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable
 
 from lmcache_nvme_backend.store import codec, osio, recovery
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
+from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.direct_io import Transfer
 from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, CODEC_NONE, MAX_UINT32, Header, blocks_of, checksum
@@ -23,8 +24,6 @@ from lmcache_nvme_backend.store.results import PutResult
 from lmcache_nvme_backend.store.session import Session
 from lmcache_nvme_backend.store.settings import STORE_LOCK_WAIT_S, WRITE_BACK_S, StoreSettings
 from lmcache_nvme_backend.store.write_budget import WriteBudget
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Writer:
@@ -41,6 +40,7 @@ class Writer:
         index: Index,
         evictor: Evictor,
         transfer: Transfer,
+        breaker: Breaker,
         budget: WriteBudget,
     ) -> None:
         self._layout = layout
@@ -51,9 +51,11 @@ class Writer:
         self._index = index
         self._evictor = evictor
         self._transfer = transfer
+        self._breaker = breaker
         self._budget = budget
         self._written: deque[tuple[float, str]] = deque(maxlen=4096)  # buffered writes still in the page cache
         self._abandoned: deque[tuple[str, int]] = deque()  # temporaries of failed writes, and the room they hold
+        self._bad: deque[tuple[str, int, int]] = deque()  # bad chunks that are still there: path, size, inode
 
     def write(
         self, key: ChunkKey, raw: memoryview, depth: int, parent: ChunkKey | None, tokens: int
@@ -77,8 +79,8 @@ class Writer:
             temporary = self._reserve(nbytes, spare)
         except LockTimeout:
             return PutResult.LOCK_WAIT, 0
-        except OSError:
-            return PutResult.IO_ERROR, 0
+        except OSError as error:
+            return self._failed(error), 0
         if temporary is None:
             return PutResult.QUOTA, 0
         published = False
@@ -86,7 +88,7 @@ class Writer:
             try:
                 self._write_file(temporary, header, payload)
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in osio.FULL:
                     raise
                 osio.unlink_quietly(temporary)
                 if not self._evictor.free(2 * nbytes, spare):
@@ -94,14 +96,21 @@ class Writer:
                 self._write_file(temporary, header, payload)
             outcome = self._publish(temporary, key, depth, blocks, parent)
             published = outcome is PutResult.STORED
+            self._breaker.worked("write")
             return outcome, len(payload) if outcome is PutResult.STORED else 0
         except LockTimeout:
             return PutResult.LOCK_WAIT, 0
         except OSError as error:
-            return (PutResult.NO_SPACE if error.errno in _FULL else PutResult.IO_ERROR), 0
+            return self._failed(error), 0
         finally:
             if not published:
                 self.abandon(temporary, nbytes)
+
+    def _failed(self, error: OSError) -> PutResult:
+        if error.errno in osio.FULL:
+            return PutResult.NO_SPACE
+        self._breaker.failed("write", error)
+        return PutResult.IO_ERROR
 
     def _spend(self, nbytes: int) -> bool:
         """Take a chunk that is about to be written out of the budget. What then fails has been written in part."""
@@ -124,9 +133,11 @@ class Writer:
     def _write_file(self, path: str, header: Header, payload: memoryview) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._transfer.flags
         try:
+            if recovery.leads_outside(path):
+                raise NotADirectoryError
             fd = osio.open(path, flags)
-        except FileNotFoundError:
-            osio.make_dir(self._layout.temp)
+        except (FileNotFoundError, NotADirectoryError):
+            osio.make_dir_in_place_of_file(self._layout.temp)
             fd = osio.open(path, flags)
         pages = self._transfer.pool.take_pages()
         try:
@@ -149,7 +160,6 @@ class Writer:
         nbytes = blocks * BLOCK
         path = self._layout.chunk(self._namespace.digest, key, depth, blocks)
         with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
-            self._keep_inside(self._layout.shard(self._namespace.digest, key))
             if self._is_there(path, nbytes):
                 self._index.add(key, depth, blocks, parent)
                 return PutResult.EXISTS
@@ -161,17 +171,10 @@ class Writer:
             self._written.append((time.monotonic(), path))
         return PutResult.STORED
 
-    @staticmethod
-    def _keep_inside(shard: str) -> None:
-        """A symlink in a shard's place would carry chunks out of the root, where nobody counts them."""
-        try:
-            if stat.S_ISLNK(osio.lstat(shard).st_mode):
-                osio.unlink(shard)
-        except FileNotFoundError:
-            pass
-
     def _is_there(self, path: str, nbytes: int) -> bool:
         try:
+            if recovery.leads_outside(path):
+                return False
             found = osio.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -182,6 +185,8 @@ class Writer:
 
     def _rename(self, temporary: str, path: str, key: ChunkKey) -> None:
         try:
+            if recovery.leads_outside(path):
+                raise NotADirectoryError
             osio.rename(temporary, path)
         except (FileNotFoundError, NotADirectoryError):
             osio.lstat(temporary)  # gone itself, if somebody emptied the root: then this raises
@@ -255,9 +260,15 @@ class Writer:
         self._abandoned.append((temporary, nbytes))
         self.settle()
 
+    def remove_later(self, path: str, nbytes: int, inode: int) -> None:
+        """A bad chunk could not be removed; nobody knows of it any more, so this is the only way to its room."""
+        self._bad.append((path, nbytes, inode))
+
     def settle(self) -> None:
-        """Remove what failed writes have left and give back its room. What cannot be done now, since the lock is not
-        to be had or the file not to be removed, keeps its room and is tried again by the next call."""
+        """Remove what failed writes and failed removals have left and give back its room. What cannot be done now,
+        since the lock is not to be had or the file not to be removed, keeps its room and is tried again by the next
+        call."""
+        self._settle_bad()
         while self._abandoned:
             try:
                 temporary, nbytes = self._abandoned.popleft()
@@ -273,3 +284,24 @@ class Writer:
             except OSError:
                 self._abandoned.append((temporary, nbytes))
                 return
+
+    def _settle_bad(self) -> None:
+        for _ in range(len(self._bad)):
+            try:
+                path, nbytes, inode = bad = self._bad.popleft()
+            except IndexError:
+                return
+            try:
+                with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+                    found = osio.lstat(path)
+                    if found.st_ino != inode or not stat.S_ISREG(found.st_mode):
+                        continue  # a good one has taken its place, or it is somebody's directory
+                    removed = remove_file(path)
+                    if removed:
+                        ledger.free(nbytes)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                removed = False
+            if removed is False:
+                self._bad.append(bad)

@@ -116,28 +116,6 @@ def test_a_well_formed_header_with_one_wrong_field_is_a_miss_by_its_cause(root, 
         assert miss_of(store) is MissCause.ABSENT
 
 
-def test_every_flipped_bit_of_the_header_block_is_found(root):
-    """Every byte of the fields and a sample of the rest, one bit each, walking through the bits."""
-    store, path = stored_chunk(root)
-    good = path.read_bytes()
-    with store:
-        for offset in [*range(104), *range(104, 4096, 13)]:
-            path.write_bytes(good[:offset] + bytes([good[offset] ^ (1 << offset % 8)]) + good[offset + 1 :])
-            store._index.add(KEY, 3, CHUNK_FILE // 4096)
-            assert miss_of(store).corrupt, f"bit {offset % 8} of byte {offset}"
-
-
-def test_every_flipped_bit_of_the_payload_is_found(root):
-    """A sample of its bytes, the first and the last among them, one bit each, walking through the bits."""
-    store, path = stored_chunk(root)
-    good = path.read_bytes()
-    with store:
-        for offset in [*range(4096, 4096 + PAYLOAD, 7), 4096 + PAYLOAD - 1]:
-            path.write_bytes(good[:offset] + bytes([good[offset] ^ (1 << offset % 8)]) + good[offset + 1 :])
-            store._index.add(KEY, 3, CHUNK_FILE // 4096)
-            assert miss_of(store) is MissCause.PAYLOAD_CHECKSUM
-
-
 @pytest.mark.parametrize("size", [0, 1, 88, 4095, 4096, 4097, 8192, CHUNK_FILE - 1, CHUNK_FILE + 1, CHUNK_FILE + 4096])
 def test_a_file_of_another_size_than_its_name_says_is_truncated(root, size):
     """Nothing of it is served, however much is left."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 import time
@@ -15,16 +14,14 @@ from store_helpers import (
     aligned,
     disk_bytes,
     holds,
-    open_descriptors,
     open_store,
     payload_of,
     prefix,
     put,
     session_files,
-    temporaries,
 )
 
-from lmcache_nvme_backend.store import Hit, MissCause, PutResult, osio
+from lmcache_nvme_backend.store import Hit, PutResult, osio
 
 
 @pytest.fixture
@@ -34,50 +31,6 @@ def racy():
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(interval)
-
-
-def test_threads_that_do_everything_to_the_same_chunks(root, racy):
-    """No wrong byte, no exception, no leak, the quota holds, and account and disk agree in the end."""
-    prefixes = [prefix(f"shared{number}", 5) for number in range(8)]
-    descriptors = open_descriptors()
-    stop = time.monotonic() + 3
-
-    def work(seed):
-        chance = random.Random(seed)
-        hits = 0
-        while time.monotonic() < stop:
-            keys = chance.choice(prefixes)
-            match chance.randrange(8):
-                case 0 | 1 | 2:
-                    for depth, key in enumerate(keys):
-                        result = put(store, key, depth, keys[depth - 1] if depth else None)
-                        assert result is not PutResult.IO_ERROR and result is not PutResult.CLOSED
-                case 3 | 4 | 5:
-                    count = store.match(keys, pin=True)
-                    for key in keys[:count]:
-                        hits += holds(store, key)
-                        assert store.unpin(key)
-                case 6:
-                    store.remove(chance.choice(keys))
-                case 7:
-                    holds(store, chance.choice(keys))
-        return hits
-
-    with open_store(root, quota_chunks=20) as store:
-        with ThreadPoolExecutor(8) as threads:
-            running = [threads.submit(work, seed) for seed in range(8)]
-            while time.monotonic() < stop:
-                usage = store.usage()
-                assert usage.used_bytes + usage.reserved_bytes <= usage.quota_bytes
-            hits = sum(each.result() for each in running)
-        assert hits > 100
-        assert store.stats.evictions > 0
-        assert sum(store.stats.corrupt.values()) == 0
-        assert store.stats.misses[MissCause.IO_ERROR] == 0
-        assert store.usage().reserved_bytes == 0 and temporaries(root) == []
-        assert store.usage().used_bytes == disk_bytes(root) == store.usage().namespace_bytes
-        assert store._index._pins == {}
-    assert open_descriptors() == descriptors
 
 
 def test_a_pinned_prefix_loads_while_others_evict(root, racy):

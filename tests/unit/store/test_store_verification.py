@@ -179,7 +179,7 @@ def test_a_disk_that_fails_is_unreadable_and_not_bad(root, monkeypatch):
 
     monkeypatch.setattr(osio, "preadv", fail)
     found = check(root, remove_bad=True)
-    assert [fault.cause for fault in found.unreadable] == ["io error"] * 2 and found.bad == []
+    assert [fault.cause for fault in found.unreadable] == ["unreadable"] * 2 and found.bad == []
     assert disk_bytes(root) == 2 * CHUNK_FILE
 
 

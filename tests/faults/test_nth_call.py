@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
-import os
-import threading
 
 import pytest
-from store_helpers import (
+
+from lmcache_nvme_backend.errors import ConfigError
+from lmcache_nvme_backend.store import PutResult, osio
+from tests.faults.support.injection import CALLS, ERRORS, Fault
+from tests.unit.store.store_helpers import (
+    NAMESPACE,
     OTHER_NAMESPACE,
+    chunk_path,
     disk_bytes,
     holds,
     open_descriptors,
@@ -19,47 +23,11 @@ from store_helpers import (
     temporaries,
 )
 
-from lmcache_nvme_backend.errors import ConfigError
-from lmcache_nvme_backend.store import PutResult, osio
-
-CALLS = (
-    "open", "close", "preadv", "pwritev", "pread", "pwrite", "fdatasync", "fstat", "lstat", "fchmod", "chmod",
-    "rename", "unlink", "mkdir", "rmdir", "listdir", "utime", "flock",
-)  # fmt: skip
-ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EMFILE, errno.ESTALE)
-
-
-class Fault:
-    """Makes the N-th call of one function fail, and the later ones too where `for_good`.
-
-    A failing close closes all the same, as the kernel does.
-    """
-
-    def __init__(self, monkeypatch, name, nth, code, for_good):
-        self.name, self.nth, self.code, self.for_good = name, nth, code, for_good
-        self.count = 0
-        self.fired = False
-        self.real = getattr(osio, name)
-        self.lock = threading.Lock()
-        monkeypatch.setattr(osio, name, self)
-
-    def __call__(self, *arguments):
-        with self.lock:
-            self.count += 1
-            fire = self.nth and (self.count == self.nth or (self.for_good and self.count > self.nth))
-        if fire:
-            self.fired = True
-            if self.name == "close":
-                self.real(*arguments)
-            raise OSError(self.code, os.strerror(self.code))
-        return self.real(*arguments)
-
-    def stop(self):
-        self.nth = 0
-
 
 def use_everything(store):
     """One of each: a lookup, loads, stores with and without an eviction, removals, upkeep."""
+    bad = prefix("bad", 1)[0]
+    assert not holds(store, bad)
     store.match(prefix("old", 3), pin=True)
     for key in prefix("old", 3):
         holds(store, key)
@@ -75,18 +43,37 @@ def use_everything(store):
     store.usage()
 
 
+def put_bad(store):
+    """A chunk that will not pass the check of its bytes."""
+    bad = prefix("bad", 1)[0]
+    put(store, bad)
+    with chunk_path(store, bad).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"damaged")
+
+
 def check_recovered(store, root):
-    """With the fault gone: account and disk agree, nothing is reserved or left, and the next operations work."""
+    """With the fault gone: account and disk agree, nothing is reserved, left or forgotten, and the store works."""
+    if store.stands_aside:
+        store._breaker._probe_at = 0  # now, and not in seconds
+        store._breaker.try_again()
+        assert not store.stands_aside
     store._writer.settle()
     with store._account.locked(5):
         pass
     assert store.usage().reserved_bytes == 0
     assert temporaries(root) == []
     assert store.usage().used_bytes == disk_bytes(root)
+    assert chunks_on_disk(root) <= set(store._index.all_keys()), "a chunk that keeps its room and nobody finds"
     keys = prefix("after", 2)
     assert put_prefix(store, keys) == [PutResult.STORED] * 2
     assert store.match(keys) == 2 and all(holds(store, key) for key in keys)
     assert store.usage().used_bytes == disk_bytes(root)
+
+
+def chunks_on_disk(root):
+    directory = root / "v1" / NAMESPACE.digest
+    return {bytes.fromhex(path.name[:32]) for path in directory.rglob("*.kv")}
 
 
 def fill(root):
@@ -94,50 +81,77 @@ def fill(root):
         put_prefix(other, prefix("other", 1))
 
 
-@pytest.mark.parametrize(
-    ("call", "code"),
-    [(call, errno.EIO) for call in CALLS] + [(call, errno.ENOSPC) for call in ("open", "pwritev", "pwrite", "rename")],
-)
-def test_one_failing_call_costs_a_chunk_at_most(fast_root, monkeypatch, call, code):
-    """Every N from the first to the last call of each kind."""
-    fill(fast_root)
+def sweep(root, monkeypatch, call, code_of, for_good):
+    """Every N from the first to the last call, each with a new store."""
+    fill(root)
     nth = 0
     while True:
         nth += 1
-        with open_store(fast_root, quota_chunks=6, fsync="data" if call == "fdatasync" else "none") as store:
+        with open_store(root, quota_chunks=6, fsync="data" if call == "fdatasync" else "none") as store:
             store._upkeep._stopping.set()
             store._upkeep._thread.join()
             put_prefix(store, prefix("old", 3))
+            put_bad(store)
             descriptors = open_descriptors()
             with monkeypatch.context() as patch:
-                fault = Fault(patch, call, nth, code, for_good=False)
+                fault = Fault(patch, call, nth, code_of(nth), for_good)
                 use_everything(store)
+                if for_good:
+                    use_everything(store)
             assert open_descriptors() <= descriptors, f"{call} number {nth} leaks a descriptor"
-            assert disk_bytes(fast_root) <= store.usage().quota_bytes
-            check_recovered(store, fast_root)
+            assert disk_bytes(root) <= store.usage().quota_bytes
+            check_recovered(store, root)
             store.clear()
         if not fault.fired:
             break
     assert nth > 1 or call in ("chmod", "mkdir", "rmdir", "close")
 
 
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("code", ERRORS)
-def test_a_call_that_fails_for_good_is_misses_and_drops_until_it_works_again(fast_root, monkeypatch, call, code):
-    """A dying disk, a read-only remount, no descriptors left."""
-    fill(fast_root)
-    with open_store(fast_root, quota_chunks=6) as store:
-        store._upkeep._stopping.set()
-        store._upkeep._thread.join()
-        put_prefix(store, prefix("old", 3))
-        descriptors = open_descriptors()
-        with monkeypatch.context() as patch:
-            Fault(patch, call, 1, code, for_good=True)
-            use_everything(store)
-            use_everything(store)
-        assert open_descriptors() <= descriptors
-        assert disk_bytes(fast_root) <= store.usage().quota_bytes
-        check_recovered(store, fast_root)
+def test_a_failing_call_is_misses_and_drops_until_it_works_again(fast_root, monkeypatch, call, for_good):
+    """Every N from the first to the last call of each kind, with one error after the other: one failure costs a chunk
+    at most; and a dying disk, a read-only remount or a lack of descriptors is over when it is over."""
+    sweep(fast_root, monkeypatch, call, lambda nth: ERRORS[nth % len(ERRORS)], for_good)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_failing_call_of_every_kind_with_every_error(fast_root, monkeypatch, call, for_good, code):
+    """The same, each N with each error."""
+    sweep(fast_root, monkeypatch, call, lambda nth: code, for_good)
+
+
+def test_a_failed_fsync_is_not_tried_again_on_the_same_file(fast_root, monkeypatch):
+    """The kernel may have dropped the pages and report success the second time: drop the chunk, or write a new file."""
+    synced, failures, files = [], {}, iter(range(1000))
+    real_open, real_sync, of = osio.open, osio.fdatasync, {}
+
+    def opened(path, flags, mode=0o600):
+        fd = real_open(path, flags, mode)
+        of[fd] = next(files)
+        return fd
+
+    def failing(fd):
+        synced.append(of[fd])
+        if len(synced) in failures:
+            raise OSError(failures[len(synced)], "fsync")
+        real_sync(fd)
+
+    monkeypatch.setattr(osio, "open", opened)
+    monkeypatch.setattr(osio, "fdatasync", failing)
+    with open_store(fast_root, fsync="data") as store:
+        put_prefix(store, prefix("old", 2))
+        failures |= {3: errno.EIO, 5: errno.ENOSPC, 7: errno.ENOSPC, 8: errno.ENOSPC}
+        new = prefix("new", 3)
+        assert put(store, new[0]) is PutResult.IO_ERROR
+        assert put(store, new[0]) is PutResult.STORED
+        assert put(store, new[1]) is PutResult.STORED, "a full disk: evicted, and a new file written"
+        assert put(store, new[2]) is PutResult.NO_SPACE
+        assert len(synced) == len(set(synced)) == 8
+        assert temporaries(fast_root) == [] and store.usage().used_bytes == disk_bytes(fast_root)
 
 
 @pytest.mark.parametrize("call", CALLS)
