@@ -12,8 +12,8 @@ from lmcache_nvme_backend.store import osio, recovery, snapshot
 from lmcache_nvme_backend.store import session as sessions
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.admission import Admission
-from lmcache_nvme_backend.store.density import HitDensity
 from lmcache_nvme_backend.store.breaker import Breaker
+from lmcache_nvme_backend.store.density import HitDensity
 from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
 from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
