@@ -31,6 +31,7 @@ class NvmeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     - ``staging_mib`` 256: holds a 45-chunk prefix of a small model and two chunks of the largest dense ones (a 70B
       model's 256-token chunk is 80 MiB), and is still under 1 % of the smallest unified-memory box.
     - ``io_threads`` 4: one thread reaches the line of most drives with 6 MiB chunks, four also hide checksums.
+    - ``admission`` auto: chosen by benchmarks/eviction.py; it writes less where that loses no hits.
     - ``store_wait_ms`` 250: a step that fills the ring waits for the drive rather than dropping what it just computed;
       a quarter second is what one step of a long prefill takes anyway.
     - ``lock_wait_s`` 10: a killed engine is gone, and its locks with it, well within that.
@@ -43,6 +44,8 @@ class NvmeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     direct_io: Literal["auto", "on", "off"] = "auto"
     fsync: Literal["none", "data"] = "none"
     codec: Literal["none", "zstd"] = "none"
+    admission: Literal["all", "second-sight", "auto"] = "auto"
+    write_budget_gib_per_day: NonNegativeFloat = 0.0
     store_wait_ms: NonNegativeFloat = 250.0
     lock_wait_s: NonNegativeFloat = 10.0
     model_fingerprint: str = ""
@@ -52,6 +55,11 @@ class NvmeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def quota_bytes(self) -> int:
         return int(self.quota_gib * GIB)
+
+    @property
+    def write_budget_bytes_per_day(self) -> int:
+        """0 for none."""
+        return int(self.write_budget_gib_per_day * GIB)
 
     @property
     def staging_bytes(self) -> int:
@@ -101,8 +109,9 @@ _PROBE = {"path": "/", "quota_gib": 1}
 
 def _allowed(name: str) -> str:
     return {
-        "direct_io": "auto, on, off", "fsync": "none, data", "codec": "none, zstd", "on_init_error": "fail, degrade",
-        "self_test": "on, off",
+        "direct_io": "auto, on, off", "fsync": "none, data", "codec": "none, zstd",
+        "admission": "all, second-sight, auto", "write_budget_gib_per_day": "a number of GiB above 0, or 0 for none",
+        "on_init_error": "fail, degrade", "self_test": "on, off",
         "path": "an absolute directory", "model_fingerprint": "a text", "io_threads": "a whole number, 1 to 64",
         "staging_mib": "a whole number of MiB above 0", "quota_gib": "a number of GiB above 0",
     }.get(name, "a number, 0 or more")  # fmt: skip
@@ -113,6 +122,11 @@ def _check(settings: NvmeSettings) -> None:
         raise ConfigError("nvme.path", repr(settings.path), "an absolute directory", "Write the path from the root.")
     if settings.quota_gib == float("inf") or settings.quota_gib != settings.quota_gib:
         raise ConfigError("nvme.quota_gib", str(settings.quota_gib), "a finite number of GiB", "Set a size.")
+    budget = settings.write_budget_gib_per_day
+    if budget == float("inf") or budget != budget:
+        raise ConfigError(
+            "nvme.write_budget_gib_per_day", str(budget), "a finite number of GiB", "Set it to 0 for no budget."
+        )
     if settings.quota_bytes < settings.staging_bytes:
         raise ConfigError(
             "nvme.quota_gib",

@@ -203,6 +203,10 @@ class NvmeBackend(AllocatorBackendInterface):
                 fsync=s.fsync,
                 codec="zstd-split" if s.codec == "zstd" and self._sixteen_bit() else s.codec,
                 lock_wait_s=s.lock_wait_s,
+                # What `auto` has learned differs a little from rank to rank, and a chunk is of use only where all
+                # ranks have it.
+                admission="all" if s.admission == "auto" and self.metadata.world_size > 1 else s.admission,
+                write_budget_bytes_per_day=s.write_budget_bytes_per_day,
             ),
         )
         self._opened.append(self.store.close)
@@ -310,8 +314,7 @@ class NvmeBackend(AllocatorBackendInterface):
         A lookup pins; what asks without pinning repeats a lookup's question and is not counted again.
         """
         digests = self._names.of_prefix(keys)
-        held_whole = self._allocator is not None and not self._streams
-        found = self.store.match(digests[: self._slots] if held_whole else digests, pin=pin)
+        found = self._match(digests, pin, again=not pin)
         if pin:
             self._pins.taken(digests[:found])
             self._looked_up(digests, found, len(keys))
@@ -319,9 +322,14 @@ class NvmeBackend(AllocatorBackendInterface):
 
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
         # LMCache's async loading never unpins by key: what it loads next is held by the memory objects instead.
-        found = self.batched_contains(keys, pin=False)
-        self._looked_up(self._names.of_prefix(keys), found, len(keys))
+        digests = self._names.of_prefix(keys)
+        found = self._match(digests, pin=False, again=False)
+        self._looked_up(digests, found, len(keys))
         return found
+
+    def _match(self, digests: list[ChunkKey], pin: bool, again: bool) -> int:
+        held_whole = self._allocator is not None and not self._streams
+        return self.store.match(digests[: self._slots] if held_whole else digests, pin=pin, again=again)
 
     def _looked_up(self, digests: list[ChunkKey], found: int, asked: int) -> None:
         self.saver.book.link(digests, found)

@@ -17,7 +17,7 @@ from typing import Any
 
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, SlotMemoryObj, StreamedMemoryObj
-from lmcache_nvme_backend.doors.requests import RequestBook, StoreCall, StoreRequest, current_call, entered
+from lmcache_nvme_backend.doors.requests import PREFIX_LOST, RequestBook, StoreCall, StoreRequest, current_call, entered
 from lmcache_nvme_backend.staging import Slot
 from lmcache_nvme_backend.store import ChunkKey, ChunkStore, PutResult
 
@@ -137,7 +137,7 @@ class ChunkSaver:
             return
         call.request.offered_from(first)
         if not call.request.admits(first):
-            self.dropped.add("prefix lost", last - first)
+            self.dropped.add(call.request.cause, last - first)
             yield False
             return
         with entered(call):
@@ -160,6 +160,9 @@ class ChunkSaver:
         elif self._store.contains(digest) or self.writes(digest):
             # It is there: its bytes go nowhere, and nothing is lost.
             target.refused, call.request.last = True, digest
+        elif call.request.admits(depth) and (refusal := self._refusal(digest)) is not None:
+            # Not a loss: what follows would hang in the air all the same, and is counted alike.
+            self._refuse(target, refusal.value, refusal.value)
         obj = self._allocator.streamed(
             shapes, dtypes, fmt, lambda: self._fill(call, target), lambda: self._let_go(target)
         )
@@ -181,7 +184,7 @@ class ChunkSaver:
             self._hand_over(call.filling)
         call.filling = target
         if not target.refused and not target.request.admits(target.depth):
-            self._refuse(target, "prefix lost")
+            self._refuse(target, target.request.cause, target.request.cause)
         if not target.refused:
             with self.waiting() as timeout_s:
                 target.slot = ring.acquire(timeout_s, reclaim=True)
@@ -191,9 +194,14 @@ class ChunkSaver:
             target.slot = ring.discard
         return target.slot
 
-    def _refuse(self, target: StoreTarget, cause: str) -> None:
+    def _refusal(self, digest: ChunkKey) -> PutResult | None:
+        """Why a streamed chunk is not to be stored; its size is a slot's at most."""
+        assert self._allocator is not None
+        return self._store.refusal(digest, self._allocator.ring.slot_bytes)
+
+    def _refuse(self, target: StoreTarget, cause: str, rest: str = PREFIX_LOST) -> None:
         target.refused = True
-        target.request.refuse(target.depth)
+        target.request.refuse(target.depth, rest)
         self.dropped.add(cause)
 
     def _let_go(self, target: StoreTarget) -> None:
@@ -252,6 +260,13 @@ class ChunkSaver:
         if digest is None:
             self.dropped.add("unmarked")
             return None
+        if not request.admits(depth):
+            self.dropped.add(request.cause)
+            return None
+        if not self._store.contains(digest) and (refusal := self._store.refusal(digest, obj.get_size())) is not None:
+            request.refuse(depth, refusal.value)
+            self.dropped.add(refusal.value)
+            return None
         view = obj.payload() if isinstance(obj, SlotMemoryObj) else obj.byte_array
         return self._submit(key, digest, obj, view[: obj.get_size()], depth, request, on_complete)
 
@@ -299,17 +314,17 @@ class ChunkSaver:
         stored = False
         try:
             if not request.admits(depth):
-                self.dropped.add("prefix lost")
+                self.dropped.add(request.cause)
                 return
             result = self._store.put(digest, view, depth=depth, parent=parent, tokens=int(obj.get_num_tokens()))
             stored = result.kept
             if not stored:
-                request.refuse(depth)
+                request.refuse(depth, result.value if result is PutResult.WRITE_BUDGET else PREFIX_LOST)
                 self.dropped.add(result.value)
             elif result is PutResult.STORED and not request.admits(depth):
                 # A predecessor was lost while this one was on its way: it would only take room.
                 self._store.remove(digest)
-                self.dropped.add("prefix lost")
+                self.dropped.add(request.cause)
         except Exception:
             request.refuse(depth)
             self.dropped.add("internal error")

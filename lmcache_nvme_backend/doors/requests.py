@@ -18,19 +18,23 @@ REQUESTS_KEPT = 4096  # far more than an engine runs at once; a forgotten one on
 LINKS_KEPT = 65536  # parents of chunks that were looked up and may be stored next: some 10 MiB at most
 
 
+PREFIX_LOST = "prefix lost"
+
+
 class StoreRequest:
     """One request's prefix as far as it has been stored."""
 
-    __slots__ = ("last", "refused_from")
+    __slots__ = ("cause", "last", "refused_from")
 
     def __init__(self) -> None:
         self.last: ChunkKey | None = None
         self.refused_from: int | None = None
+        self.cause = PREFIX_LOST  # why what follows is refused
 
-    def refuse(self, depth: int) -> None:
-        """Chunk ``depth`` (0 is the head) was lost: it and all that follow are refused."""
+    def refuse(self, depth: int, cause: str = PREFIX_LOST) -> None:
+        """Chunk ``depth`` (0 is the head) was lost: it and all that follow are refused, for ``cause``."""
         if self.refused_from is None or depth < self.refused_from:
-            self.refused_from = depth
+            self.refused_from, self.cause = depth, cause
 
     def offered_from(self, depth: int) -> None:
         """A store begins at chunk ``depth``: where that is before the loss, the prefix is being made good."""

@@ -23,7 +23,7 @@ from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
-from lmcache_nvme_backend.store.removal import Removal, remove_empty_namespace
+from lmcache_nvme_backend.store.removal import Removal, remove_empty_namespace, remove_hints
 from lmcache_nvme_backend.store.results import StoreStats
 from lmcache_nvme_backend.store.settings import (
     EVICT_BATCH,
@@ -187,7 +187,8 @@ class Evictor:
         with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
             if any(peer.namespace == digest for peer in session.live_peers(self._layout)):
                 return
-            if not remove_empty_namespace(directory, ledger):
+            ledger.free(remove_hints(directory))
+            if not remove_empty_namespace(directory):
                 self._stuck[digest] = time.monotonic()
 
     # --- doing it

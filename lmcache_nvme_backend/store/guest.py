@@ -13,7 +13,7 @@ from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import osio, recovery, session
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.layout import Layout
-from lmcache_nvme_backend.store.removal import Removal, remove_empty_namespace, remove_file
+from lmcache_nvme_backend.store.removal import Removal, remove_empty_namespace, remove_file, remove_hints
 from lmcache_nvme_backend.store.settings import EVICT_BATCH
 
 # Engines hold the lock for tens of microseconds, or for seconds while one counts a large root.
@@ -188,7 +188,11 @@ class Guest:
         """Take a namespace's directories away, if it has no chunk left and nobody has it open."""
         try:
             with self._account.locked(self._lock_wait_s) as ledger:
-                return not self.is_open(digest) and remove_empty_namespace(self._layout.namespace(digest), ledger)
+                directory = self._layout.namespace(digest)
+                if self.is_open(digest) or any(recovery.namespace_chunks(directory)):
+                    return False
+                ledger.free(remove_hints(directory))
+                return remove_empty_namespace(directory)
         except OSError:
             return False
 

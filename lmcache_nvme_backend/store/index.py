@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 
 import msgspec
 
 from lmcache_nvme_backend.store.format import BLOCK
+from lmcache_nvme_backend.store.ghosts import Ghosts
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy
 from lmcache_nvme_backend.store.snapshot import Snapshot
@@ -36,7 +37,8 @@ class Index:
     still pinned by whoever had pinned it.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._clock_ns = clock_ns
         self._lock = threading.Lock()
         self._policy = policy
         self._entries: dict[ChunkKey, Entry] = {}
@@ -63,20 +65,33 @@ class Index:
             count += 1
         return count
 
-    def use_prefix(self, keys: Sequence[ChunkKey], pin: bool) -> int:
-        """Count the leading keys that are here, refresh and optionally pin them: one step against eviction."""
+    def use_prefix(self, keys: Sequence[ChunkKey], pin: bool, again: bool = False) -> int:
+        """Count the leading keys that are here, refresh and optionally pin them: one step against eviction. `again`:
+        the request has asked for them before."""
         with self._lock:
             count = self.count_prefix(keys)
             self._refresh_ancestors()
             found = keys if count == len(keys) else keys[:count]
+            if again:
+                self._policy.touch(found)
+            else:
+                self._policy.asked(keys, count)
             if found:
-                self._use(found)
+                self._note_use(found)
                 if pin:
                     self._pins.update(found)
             return count
 
     def use(self, key: ChunkKey, pin: bool = False) -> bool:
-        return self.use_prefix((key,), pin) == 1
+        """Refresh a chunk for a request that has asked for it before, and optionally pin it. False where it is gone."""
+        with self._lock:
+            if key not in self._entries:
+                return False
+            self._refresh_ancestors()
+            self._use((key,))
+            if pin:
+                self._pins[key] += 1
+            return True
 
     def pin(self, key: ChunkKey) -> bool:
         with self._lock:
@@ -96,7 +111,10 @@ class Index:
 
     def _use(self, prefix: Sequence[ChunkKey]) -> None:
         self._policy.touch(prefix)
-        now = time.time_ns()
+        self._note_use(prefix)
+
+    def _note_use(self, prefix: Sequence[ChunkKey]) -> None:
+        now = self._clock_ns()
         self._times.update(dict.fromkeys(prefix, now))
         if now // 1_000_000_000 != self._now_s:
             self._now_s = now // 1_000_000_000
@@ -187,7 +205,7 @@ class Index:
         """What `restore` takes. The index may change meanwhile: the lock is held for the order alone."""
         with self._lock:
             self._refresh_ancestors()
-            order = list(self._policy.coldest())
+            order = list(self._policy.ordered())
             states = dict(self._policy.states())
         found = [(key, entry) for key in order if (entry := self._entries.get(key)) is not None]
         return Snapshot(
@@ -197,6 +215,21 @@ class Index:
             states,
             closed,
         )
+
+    @property
+    def ghosts(self) -> Ghosts | None:
+        """What is remembered of chunks that are not here."""
+        return self._policy.ghosts
+
+    def offered(self, key: ChunkKey) -> int:
+        """How often a chunk that could be stored was asked for before this time, as far as the policy knows."""
+        with self._lock:
+            return self._policy.offered(key)
+
+    def chance(self, key: ChunkKey) -> float:
+        """How likely it would be asked for again before it had to go."""
+        with self._lock:
+            return self._policy.chance(key)
 
     def keep(self, key: ChunkKey, entry: Entry) -> None:
         """A chunk that was taken for eviction stays: it becomes the most recent."""
@@ -211,9 +244,9 @@ class Index:
         with self._lock:
             used = self._used if self._used is not None else set()
             self._used = None
-            recent = [key for key in self._policy.coldest() if key in used]
+            recent = [key for key in self._policy.ordered() if key in used]
             loaded = (key for key in coldest_first if key in self._entries and key not in used)
-            self._policy.load(list(chain(loaded, recent)), dict(self._policy.states()))
+            self._policy.load(list(chain(loaded, recent)), dict(self._policy.states()), by_time=True)
 
     def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None, stored: bool = True) -> bool:
         """A chunk is on disk now: `stored` by a caller just now, which is a use of its whole prefix, or found there.

@@ -3,6 +3,7 @@
 ::
 
     <root>/v1/account                      usage of the whole root, and the lock that guards it
+    <root>/v1/writes                       what is left of the root's write budget
     <root>/v1/sessions/<id>                one file a live store
     <root>/v1/temp/<session id>-<n>        a chunk being written
     <root>/v1/<namespace>/namespace.json
@@ -25,6 +26,7 @@ class Layout:
         self.base = f"{root}/{VERSION_DIR}"
         self.account = f"{self.base}/account"
         self.sessions = f"{self.base}/sessions"
+        self.writes = f"{self.base}/writes"
         self.temp = f"{self.base}/temp"
 
     def namespace(self, digest: str) -> str:

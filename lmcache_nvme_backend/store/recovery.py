@@ -150,7 +150,7 @@ def count_store(layout: Layout, skip: str | None = None) -> int:
         path = f"{layout.base}/{name}"
         if is_namespace_dir(name):
             total += count_namespace(path) if name != skip else 0
-        elif path not in (layout.account, layout.sessions, layout.temp):
+        elif path not in (layout.account, layout.writes, layout.sessions, layout.temp):
             total += count_tree(path)
     return total
 

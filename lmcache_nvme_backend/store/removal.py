@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import stat
 
-from lmcache_nvme_backend.store import osio, recovery
-from lmcache_nvme_backend.store.account import Ledger
+from lmcache_nvme_backend.store import ghosts, osio, recovery, snapshot
 from lmcache_nvme_backend.store.namespace import DESCRIPTION
-from lmcache_nvme_backend.store.snapshot import FILE as SNAPSHOT
+
+# What the store notes about a namespace beside its description. Any of it may be missing.
+HINTS = (snapshot.FILE, ghosts.FILE)
 
 
 class Removal:
@@ -62,7 +63,18 @@ def remove_file(path: str) -> bool | None:
         return False
 
 
-def remove_empty_namespace(directory: str, ledger: Ledger) -> bool:
+def remove_hints(directory: str) -> int:
+    """Remove what the store noted about a namespace that is to go; returns the bytes, for the ledger. Call it inside
+    the root's lock."""
+    freed = 0
+    for hint in HINTS:
+        nbytes = recovery.count_tree(f"{directory}/{hint}")
+        if remove_file(f"{directory}/{hint}"):
+            freed += nbytes
+    return freed
+
+
+def remove_empty_namespace(directory: str) -> bool:
     """Take away the directories of a namespace that has no chunk left; anything unknown in them keeps them. Call it
     inside the root's lock, when no live session has the namespace open."""
     try:
@@ -73,10 +85,6 @@ def remove_empty_namespace(directory: str, ledger: Ledger) -> bool:
     for shard in recovery.list_dir(directory):
         if shard in recovery.SHARDS:
             rmdir_quietly(f"{directory}/{shard}")
-    snapshot_path = f"{directory}/{SNAPSHOT}"
-    nbytes = recovery.count_tree(snapshot_path)
-    if remove_file(snapshot_path):
-        ledger.free(nbytes)
     if recovery.list_dir(directory) not in ([], [DESCRIPTION]):
         return False
     osio.unlink_quietly(f"{directory}/{DESCRIPTION}")

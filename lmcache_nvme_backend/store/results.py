@@ -19,6 +19,8 @@ class PutResult(Enum):
     LOCK_WAIT = "lock wait"  # the root's lock was not free within the store path's bound
     ASIDE = "stepped aside"  # the disk fails, and nothing is asked of it for the time being
     CLOSED = "closed"
+    FIRST_SIGHT = "first sight"  # not worth writing before it is asked for again
+    WRITE_BUDGET = "write budget"  # the day's budget of bytes is spent
 
     @property
     def kept(self) -> bool:

@@ -25,6 +25,10 @@ WRITE_BACK_S: Final = 5.0
 RANK_AT_OPEN: Final = 2_000
 # Below this many chunks a namespace has no snapshot: listing it takes a millisecond.
 SNAPSHOT_FROM: Final = 256
+# What is remembered of chunks that went, 512 KiB, is written this often and at the end; not where it would take more
+# than a 64th of the quota.
+GHOSTS_INTERVAL_S: Final = 300.0
+GHOSTS_SHARE: Final = 64
 # A new snapshot this often, where anything changed: 26 bytes a chunk, so some 4 GB a day for a million of them.
 SNAPSHOT_INTERVAL_S: Final = 600.0
 # close() waits this long for calls in flight; a disk that hangs longer must not hang the engine's exit.
@@ -38,9 +42,9 @@ class StoreSettings(msgspec.Struct, frozen=True):
 
     `quota_bytes` is for everything under the root, whoever put it there. `direct_io`: "auto" falls back to buffered
     I/O with a warning, "on" refuses to open instead. `fsync`: "data" calls fdatasync before a chunk is published;
-    correctness does not need it. `codec` is for new chunks; any chunk can be read; "zstd-split" is for
-    payloads of 16-bit numbers. `lock_wait_s` bounds the wait for
-    another process at open.
+    correctness does not need it. `codec` is for new chunks; any chunk can be read; "zstd-split" is for payloads of
+    16-bit numbers. `lock_wait_s` bounds the wait for another process at open. `admission` is what
+    `ChunkStore.refusal` goes by; the write budget, 0 for none, is the root's, and `put` keeps it as well.
     """
 
     quota_bytes: int
@@ -48,6 +52,8 @@ class StoreSettings(msgspec.Struct, frozen=True):
     fsync: Literal["none", "data"] = "none"
     codec: Literal["none", "zstd", "zstd-split"] = "none"
     lock_wait_s: float = 30.0
+    admission: Literal["all", "second-sight", "auto"] = "all"
+    write_budget_bytes_per_day: int = 0
 
     @property
     def headroom_bytes(self) -> int:

@@ -11,7 +11,9 @@ from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import osio, recovery, snapshot
 from lmcache_nvme_backend.store import session as sessions
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
+from lmcache_nvme_backend.store.admission import Admission
 from lmcache_nvme_backend.store.breaker import Breaker
+from lmcache_nvme_backend.store.density import HitDensity
 from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
 from lmcache_nvme_backend.store.evictor import Evictor
 from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
@@ -20,7 +22,7 @@ from lmcache_nvme_backend.store.keys import KEY_BYTES, ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, Namespace, write_description
 from lmcache_nvme_backend.store.opening import check_root, choose_transfer
-from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy, TailFirstLru
+from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy
 from lmcache_nvme_backend.store.probe import DiskProbe
 from lmcache_nvme_backend.store.reader import Reader
 from lmcache_nvme_backend.store.removal import Removal, remove_file
@@ -28,6 +30,7 @@ from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, 
 from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, RANK_AT_OPEN, STORE_LOCK_WAIT_S, StoreSettings
 from lmcache_nvme_backend.store.upkeep import Upkeep
 from lmcache_nvme_backend.store.watcher import Watcher
+from lmcache_nvme_backend.store.write_budget import WriteBudget
 from lmcache_nvme_backend.store.writer import Writer
 
 
@@ -63,6 +66,8 @@ class ChunkStore:
         self._account = Account(layout.account, self._recount)
         self._directory = layout.namespace(namespace.digest)
         self._watcher = Watcher(layout, self._session, namespace.digest, self._index)
+        self._budget = WriteBudget(layout.writes, settings.write_budget_bytes_per_day)
+        self._admission = Admission(settings, self._account, self._index, self._budget)
         self._evictor = Evictor(layout, self._account, namespace.digest, self._index, settings, self.stats)
         self._calls = threading.Condition()
         self._in_flight = 0
@@ -91,7 +96,7 @@ class ChunkStore:
         `warnings`.
         """
         layout = check_root(root, settings)
-        policy = policy or TailFirstLru()
+        policy = policy or HitDensity()
         try:
             return cls._open(layout, namespace, settings, policy)
         except OSError as error:
@@ -135,6 +140,8 @@ class ChunkStore:
     def _start(self, recount: bool) -> None:
         layout, namespace, settings = self._layout, self.namespace, self._settings
         exact = self._read_hint()
+        if self._index.ghosts is not None:
+            self._index.ghosts.read(self._directory, namespace.raw_digest)
         with self._account.locked(settings.lock_wait_s, force_recount=recount) as ledger:
             self._session.ensure()
             sessions.sweep(layout, ledger)
@@ -163,7 +170,7 @@ class ChunkStore:
         self._reader = Reader(layout, namespace, self._transfer, self._breaker)
         self._writer = Writer(
             layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer,
-            self._breaker,
+            self._breaker, self._budget,
         )  # fmt: skip
         for path in (probe_path, description_path):  # gone, unless their removal failed
             self._writer.abandon(path, 0)
@@ -273,8 +280,9 @@ class ChunkStore:
 
     # --- lookups
 
-    def match(self, keys: Sequence[ChunkKey], *, pin: bool = False) -> int:
-        """How many leading keys are present. `keys` is a prefix, head first.
+    def match(self, keys: Sequence[ChunkKey], *, pin: bool = False, again: bool = False) -> int:
+        """How many leading keys are present. `keys` is a prefix, head first: all that a request could use, since
+        the policy learns from what is missing, too. `again`: the same request has asked before.
 
         Refreshes the recency of those found, so that the head ends as the most recent, and pins each once more where
         `pin`. Present means that the file was there when this process last knew; its content is checked by `get`.
@@ -282,11 +290,14 @@ class ChunkStore:
         if self._closed or self._breaker.open:
             return 0
         self._watcher.follow(keys)
-        return self._index.use_prefix(keys, pin)
+        return self._index.use_prefix(keys, pin, again)
 
     def contains(self, key: ChunkKey, *, pin: bool = False) -> bool:
-        """`match` for one key."""
-        return self.match((key,), pin=pin) == 1
+        """Whether one chunk, of a prefix that a request has asked for, is present: refreshes and pins like `match`."""
+        if self._closed or self._breaker.open:
+            return False
+        self._watcher.follow((key,))
+        return self._index.use(key, pin)
 
     def pin(self, key: ChunkKey) -> bool:
         """Protect a present chunk from eviction by this store until as many `unpin`. False where it is not present."""
@@ -295,6 +306,15 @@ class ChunkStore:
     def unpin(self, key: ChunkKey) -> bool:
         """Take one pin away. False where there was none."""
         return self._index.unpin(key)
+
+    def refusal(self, key: ChunkKey, nbytes: int = 0) -> PutResult | None:
+        """Why a chunk of `nbytes` that is not present is not to be stored now, by `settings.admission` and the write
+        budget: to be asked before its bytes are brought here, in the order of the prefix. None where `put` may be
+        called.
+
+        What follows a refused chunk in its prefix is of no use, either. `put` itself goes by the budget alone.
+        """
+        return PutResult.CLOSED if self._closed else self._admission.refusal(key, nbytes)
 
     # --- bytes
 

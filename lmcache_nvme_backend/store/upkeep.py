@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from lmcache_nvme_backend.store import osio, recovery, snapshot
+from lmcache_nvme_backend.store import ghosts, osio, recovery, snapshot
 from lmcache_nvme_backend.store.account import Account
 from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.evictor import Evictor
@@ -18,6 +18,8 @@ from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, Namespace
 from lmcache_nvme_backend.store.session import Session
 from lmcache_nvme_backend.store.settings import (
+    GHOSTS_INTERVAL_S,
+    GHOSTS_SHARE,
     RANK_AT_OPEN,
     SNAPSHOT_FROM,
     SNAPSHOT_INTERVAL_S,
@@ -62,7 +64,7 @@ class Upkeep:
         self._ranked = False
         self._counted = True
         self._used_at = float("-inf")
-        self._snapshot_at = time.monotonic()
+        self._snapshot_at = self._ghosts_at = time.monotonic()
         self._snapshot_of = (0, 0, 0)
 
     def start(self, counted: bool = True, ranked: bool = False) -> None:
@@ -85,6 +87,7 @@ class Upkeep:
         if not self._breaker.open:
             self._flush(limit=len(self._index))
             self._mark_use()
+            self._write_ghosts()
             self._write_snapshot(closed=self._ranked)
 
     def _run(self) -> None:
@@ -104,6 +107,8 @@ class Upkeep:
             self._trim()
             if time.monotonic() - self._used_at > _USE_INTERVAL_S:
                 self._mark_use()
+            if time.monotonic() - self._ghosts_at > GHOSTS_INTERVAL_S:
+                self._write_ghosts()
             if time.monotonic() - self._snapshot_at > SNAPSHOT_INTERVAL_S and self._index.mark() != self._snapshot_of:
                 self._write_snapshot(closed=False)
 
@@ -115,6 +120,17 @@ class Upkeep:
                     self._counted = True
             except OSError:
                 pass
+
+    def _write_ghosts(self) -> None:
+        self._ghosts_at = time.monotonic()
+        table = self._index.ghosts
+        if table is None or not table.changed or self._settings.quota_bytes < GHOSTS_SHARE * ghosts.FILE_BYTES:
+            return
+        path = f"{self._layout.namespace(self._digest)}/{ghosts.FILE}"
+        try:
+            self._writer.replace(path, table.encode(self._raw_digest), ghosts.FILE_BYTES)
+        except OSError:
+            pass  # a hint
 
     def _write_snapshot(self, closed: bool) -> None:
         self._snapshot_at, self._snapshot_of = time.monotonic(), self._index.mark()

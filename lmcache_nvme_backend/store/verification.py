@@ -21,6 +21,7 @@ from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, Namespace, NamespaceDigest, read_description
 from lmcache_nvme_backend.store.reader import Reader
 from lmcache_nvme_backend.store.recovery import Chunk
+from lmcache_nvme_backend.store.removal import HINTS
 from lmcache_nvme_backend.store.results import Hit, Miss, MissCause
 
 # A chunk of a 256-token context is megabytes. What claims to be larger than this is not read, but reported.
@@ -123,7 +124,7 @@ class _Verifier:
                 if not _is_dir(path):
                     self._found.strays.append(path)
                 yield from chunks
-            elif shard not in (DESCRIPTION, snapshot.FILE):
+            elif shard not in (DESCRIPTION, *HINTS):
                 self._found.strays.append(path)
 
     def _check_description(self, name: str) -> None:

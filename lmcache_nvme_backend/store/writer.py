@@ -23,6 +23,7 @@ from lmcache_nvme_backend.store.removal import remove_file
 from lmcache_nvme_backend.store.results import PutResult
 from lmcache_nvme_backend.store.session import Session
 from lmcache_nvme_backend.store.settings import STORE_LOCK_WAIT_S, WRITE_BACK_S, StoreSettings
+from lmcache_nvme_backend.store.write_budget import WriteBudget
 
 
 class Writer:
@@ -40,6 +41,7 @@ class Writer:
         evictor: Evictor,
         transfer: Transfer,
         breaker: Breaker,
+        budget: WriteBudget,
     ) -> None:
         self._layout = layout
         self._namespace = namespace
@@ -50,6 +52,7 @@ class Writer:
         self._evictor = evictor
         self._transfer = transfer
         self._breaker = breaker
+        self._budget = budget
         self._written: deque[tuple[float, str]] = deque(maxlen=4096)  # buffered writes still in the page cache
         self._abandoned: deque[tuple[str, int]] = deque()  # temporaries of failed writes, and the room they hold
         self._bad: deque[tuple[str, int, int]] = deque()  # bad chunks that are still there: path, size, inode
@@ -71,6 +74,8 @@ class Writer:
         )  # fmt: skip
         spare = frozenset(self._index.ancestors(parent))
         try:
+            if not self._spend(nbytes):
+                return PutResult.WRITE_BUDGET, 0
             temporary = self._reserve(nbytes, spare)
         except LockTimeout:
             return PutResult.LOCK_WAIT, 0
@@ -106,6 +111,13 @@ class Writer:
             return PutResult.NO_SPACE
         self._breaker.failed("write", error)
         return PutResult.IO_ERROR
+
+    def _spend(self, nbytes: int) -> bool:
+        """Take a chunk that is about to be written out of the budget. What then fails has been written in part."""
+        if not self._budget.limited:
+            return True
+        with self._account.locked(STORE_LOCK_WAIT_S):
+            return self._budget.take(nbytes)
 
     def _reserve(self, nbytes: int, spare: Container[ChunkKey]) -> str | None:
         """A temporary's path, with room for it reserved; None where the quota has none."""

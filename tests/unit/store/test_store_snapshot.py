@@ -189,7 +189,7 @@ class Remembering(TailFirstLru):
         super().__init__()
         self.known = {}
 
-    def load(self, coldest_first, states=NO_STATES):
+    def load(self, coldest_first, states=NO_STATES, *, by_time=False):
         super().load(coldest_first)
         self.known = dict(states)
 
