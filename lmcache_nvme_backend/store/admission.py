@@ -20,8 +20,8 @@ from lmcache_nvme_backend.store.results import PutResult
 from lmcache_nvme_backend.store.settings import StoreSettings
 from lmcache_nvme_backend.store.write_budget import WriteBudget
 
-# benchmarks/eviction.py: on the conversation trace 0.1 writes a third at 1 % capacity and six tenths at 5 %, without
-# losing hits anywhere; 0.15 loses 1.3 points at 10 %, 0.05 saves little at 5 %.
+# benchmarks/eviction.py: on the conversation trace 0.1 writes a third of what `all` does at 1 % capacity and two
+# thirds at 5 %, and loses no hits; 0.15 loses 1.3 points at 10 %, 0.05 saves little at 5 %.
 WORTHWHILE_CHANCE: Final = 0.1
 # Evicting frees some headroom at a time (1/64 of the quota at most), so a full root is never quite full.
 _FULL_SHARE: Final = 31 / 32

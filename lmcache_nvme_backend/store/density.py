@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, takewhile
+from itertools import chain, repeat, takewhile
 from operator import itemgetter
 from typing import Final
 
@@ -130,11 +130,11 @@ class HitDensity:
             new = uses << 1 | kind & 1 | followed
             followed = 1
             if new == kind:
-                queue.update(dict.fromkeys(run, now))
+                _exhaust(map(queue.__setitem__, run, repeat(now)))
                 _exhaust(map(queue.move_to_end, run))
             else:
                 _exhaust(map(queue.pop, run))
-                self._queues[new].update(dict.fromkeys(run, now))
+                _exhaust(map(self._queues[new].__setitem__, run, repeat(now)))
             rest = rest[len(run) :]
 
     def discard(self, key: ChunkKey) -> None:
