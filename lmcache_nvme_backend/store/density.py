@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat, takewhile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from heapq import merge
+from itertools import repeat, takewhile
 from operator import itemgetter
 from typing import Final
 
 from lmcache_nvme_backend.store.ghosts import Ghosts, seconds_between
 from lmcache_nvme_backend.store.keys import ChunkKey
-from lmcache_nvme_backend.store.policy import NO_STATES
+from lmcache_nvme_backend.store.policy import NO_STATES, Frozen, Install
 from lmcache_nvme_backend.store.returns import CLASSES, MAX_USES, SAME_USE_S, Returns, bucket_of
 
 # The densities are worked out anew this often, some 3 ms each time.
@@ -21,6 +22,8 @@ _STATE_UNIT_S: Final = 64
 _STATE_TIMES: Final = 1 << 12
 # A million classes in a row still fit into one unit.
 _TURN_S: Final = 1e-6
+# By class: key -> when it was used last, the one unused for longest in front.
+_Queues = tuple[OrderedDict[ChunkKey, float], ...]
 # A thousandth of the evictions of the last minutes, more or less, tells what room costs.
 _PRICE_WEIGHT: Final = 1 / 256
 
@@ -35,7 +38,7 @@ class HitDensity:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._queues: tuple[OrderedDict[ChunkKey, float], ...] = tuple(OrderedDict() for _ in range(CLASSES))
+        self._queues: _Queues = tuple(OrderedDict() for _ in range(CLASSES))
         self._returns = Returns()
         self._densities: list[list[float]] = []
         self._learned_at = float("-inf")
@@ -44,17 +47,13 @@ class HitDensity:
         self._ghosts = Ghosts()
         self.ghosts: Ghosts | None = self._ghosts
 
-    def load(
-        self,
-        coldest_first: Iterable[ChunkKey],
-        states: Mapping[ChunkKey, int] = NO_STATES,
-        *,
-        by_time: bool = False,
-    ) -> None:
-        now = self._clock()
-        unit = int(now) // _STATE_UNIT_S
-        self._queues = tuple(OrderedDict() for _ in range(CLASSES))
-        queues = self._queues
+    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
+        self._queues = self._arranged(coldest_first, states, by_time=False)
+
+    def _arranged(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int], by_time: bool) -> _Queues:
+        """Queues of these. `by_time`: their order is later news than the states."""
+        unit = int(self._clock()) // _STATE_UNIT_S
+        queues: _Queues = tuple(OrderedDict() for _ in range(CLASSES))
         used, since, turns, last = 0.0, 0, 0, -1
         for key in coldest_first:
             state = states.get(key, 0)
@@ -62,26 +61,39 @@ class HitDensity:
             kind = state >> 1 & CLASSES - 1 if state else 1
             known = (unit - (unit - (state >> 4)) % _STATE_TIMES) * _STATE_UNIT_S if state else 0
             if by_time:
-                known = max(since, known)  # the order is later news than the states
+                known = max(since, known)
             if known != since or kind != last:
                 # Times that keep the order across the queues, one object for all in a row.
                 turns += 1
                 since, last, used = known, kind, known + turns * _TURN_S
             queues[kind][key] = used
+        return queues
 
-    def states(self) -> Mapping[ChunkKey, int]:
-        shared: dict[int, int] = {}
-        found: dict[ChunkKey, int] = {}
-        for kind, queue in enumerate(self._queues):
-            for key, used in queue.items():
-                if used > _STATE_UNIT_S:
-                    state = (int(used) // _STATE_UNIT_S % _STATE_TIMES) << 4 | kind << 1 | 1
-                    found[key] = shared.setdefault(state, state)
-        return found
+    def frozen(self) -> Frozen:
+        queues, now = self._queues, self._clock()
+        orders = [list(queue) for queue in queues]
 
-    def ordered(self) -> Iterator[ChunkKey]:
-        items = chain.from_iterable(queue.items() for queue in self._queues)  # as many sorted runs as queues
-        return iter([key for key, _ in sorted(items, key=itemgetter(1))])
+        def work() -> tuple[Iterator[ChunkKey], Mapping[ChunkKey, int]]:
+            runs = [_run(queue, order, now) for queue, order in zip(queues, orders)]
+            return _ordered(runs), _states(runs)
+
+        return work
+
+    def ranked(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int]) -> Install:
+        queues = self._arranged(coldest_first, states, by_time=True)
+
+        def install(gone: Iterable[ChunkKey], recent: Set[ChunkKey]) -> None:
+            for key in gone:
+                for queue in queues:
+                    queue.pop(key, None)
+            for old, new in zip(self._queues, queues):
+                for key in reversed(list(takewhile(recent.__contains__, reversed(old)))):
+                    for queue in queues:
+                        queue.pop(key, None)
+                    new[key] = old[key]
+            self._queues = queues
+
+        return install
 
     def add(self, key: ChunkKey) -> None:
         now = self._clock()
@@ -133,7 +145,7 @@ class HitDensity:
                 _exhaust(map(queue.__setitem__, run, repeat(now)))
                 _exhaust(map(queue.move_to_end, run))
             else:
-                _exhaust(map(queue.pop, run))
+                _exhaust(map(queue.pop, run, repeat(None)))  # a key may be in a prefix twice
                 _exhaust(map(self._queues[new].__setitem__, run, repeat(now)))
             rest = rest[len(run) :]
 
@@ -195,6 +207,41 @@ class HitDensity:
         if not 0 <= now - self._learned_at < _LEARN_INTERVAL_S:
             self._learned_at = now
             self._densities = self._returns.densities(int(now))
+
+
+_Run = tuple[list[ChunkKey], list[float]]  # one class: keys, and when each was used last
+
+
+def _run(queue: Mapping[ChunkKey, float], order: list[ChunkKey], now: float) -> _Run:
+    """A queue as it was `now`, a moment ago. What has moved since counts as used then."""
+    keys: list[ChunkKey] = []
+    times: list[float] = []
+    moved: list[ChunkKey] = []
+    for key in order:
+        used = queue.get(key)
+        if used is None or used > now:
+            moved.append(key)
+        else:
+            keys.append(key)
+            times.append(used)
+    return keys + moved, times + [now] * len(moved)
+
+
+def _ordered(runs: Sequence[_Run]) -> Iterator[ChunkKey]:
+    # Merged one by one: a sort of a million keys holds the interpreter for as long as it takes.
+    pairs = (zip(times, keys) for keys, times in runs)
+    return map(itemgetter(1), merge(*pairs, key=itemgetter(0)))
+
+
+def _states(runs: Sequence[_Run]) -> Mapping[ChunkKey, int]:
+    shared: dict[int, int] = {}
+    found: dict[ChunkKey, int] = {}
+    for kind, (keys, times) in enumerate(runs):
+        for key, used in zip(keys, times):
+            if used > _STATE_UNIT_S:
+                state = (int(used) // _STATE_UNIT_S % _STATE_TIMES) << 4 | kind << 1 | 1
+                found[key] = shared.setdefault(state, state)
+    return found
 
 
 _exhaust: Final = deque[object](maxlen=0).extend

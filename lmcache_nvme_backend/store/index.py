@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 
 import msgspec
 
@@ -49,6 +49,7 @@ class Index:
         self._times: dict[ChunkKey, int] = {}  # key -> ns: uses not yet written to the file's times
         self._tails: dict[ChunkKey, None] = {}  # stored chunks whose ancestors are still to be refreshed
         self._used: set[ChunkKey] | None = None  # while the order is not known: what has been used since open
+        self._gone: set[ChunkKey] = set()  # and what went
 
     # --- lookups
 
@@ -202,19 +203,19 @@ class Index:
         return doubles
 
     def snapshot(self, closed: bool) -> Snapshot:
-        """What `restore` takes. The index may change meanwhile: the lock is held for the order alone."""
+        """What `restore` takes. The index may change meanwhile: the lock is held for a copy alone."""
         with self._lock:
             self._refresh_ancestors()
-            order = list(self._policy.ordered())
-            states = dict(self._policy.states())
-        found = [(key, entry) for key in order if (entry := self._entries.get(key)) is not None]
-        return Snapshot(
-            [key for key, _ in found],
-            [entry.depth for _, entry in found],
-            [entry.blocks for _, entry in found],
-            states,
-            closed,
-        )
+            frozen = self._policy.frozen()
+        order, states = frozen()
+        found = Snapshot([], [], [], states, closed)
+        for key in order:
+            entry = self._entries.get(key)
+            if entry is not None:
+                found.keys.append(key)
+                found.depths.append(entry.depth)
+                found.blocks.append(entry.blocks)
+        return found
 
     @property
     def ghosts(self) -> Ghosts | None:
@@ -238,15 +239,19 @@ class Index:
                 self._entries[key] = entry
                 self._blocks += entry.blocks
                 self._policy.add(key)
+                if self._used is not None:
+                    self._used.add(key)
 
-    def rank(self, coldest_first: Iterable[ChunkKey]) -> None:
+    def rank(self, coldest_first: Sequence[ChunkKey]) -> None:
         """Order the loaded chunks like this. What has been used since they were loaded is more recent than all."""
         with self._lock:
-            used = self._used if self._used is not None else set()
-            self._used = None
-            recent = [key for key in self._policy.ordered() if key in used]
-            loaded = (key for key in coldest_first if key in self._entries and key not in used)
-            self._policy.load(list(chain(loaded, recent)), dict(self._policy.states()), by_time=True)
+            frozen = self._policy.frozen()
+        _, states = frozen()
+        install = self._policy.ranked(coldest_first, states)
+        with self._lock:
+            used, self._used = self._used or set(), None
+            gone, self._gone = self._gone, set()
+            install([key for key in gone if key not in self._entries], used)
 
     def add(self, key: ChunkKey, depth: int, blocks: int, parent: ChunkKey | None = None, stored: bool = True) -> bool:
         """A chunk is on disk now: `stored` by a caller just now, which is a use of its whole prefix, or found there.
@@ -281,6 +286,8 @@ class Index:
         self._policy.discard(key)
         self._times.pop(key, None)
         self._tails.pop(key, None)
+        if self._used is not None:
+            self._gone.add(key)
 
     # --- eviction and upkeep
 

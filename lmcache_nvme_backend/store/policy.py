@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Final, Protocol
 
@@ -12,9 +13,13 @@ from lmcache_nvme_backend.store.keys import ChunkKey
 
 NO_STATES: Final[Mapping[ChunkKey, int]] = MappingProxyType({})
 
+Frozen = Callable[[], tuple[Iterator[ChunkKey], Mapping[ChunkKey, int]]]
+Install = Callable[[Iterable[ChunkKey], Set[ChunkKey]], None]
+
 
 class EvictionPolicy(Protocol):
-    """Ranks the chunks of one namespace. Called with the index's lock held: no method blocks or does I/O.
+    """Ranks the chunks of one namespace. Called with the index's lock held, but for `ranked`: no method blocks or does
+    I/O, and none but `load` takes longer than a lookup may wait.
 
     Every key given to `touch` or `discard` has been added before. Removing nothing, and touching an empty sequence,
     are always safe. An iterator of `coldest` is valid until the next call of any other method.
@@ -23,23 +28,19 @@ class EvictionPolicy(Protocol):
     # What the policy remembers of chunks that are not here, to be kept over a restart; None where it does not.
     ghosts: Ghosts | None
 
-    def load(
-        self,
-        coldest_first: Iterable[ChunkKey],
-        states: Mapping[ChunkKey, int] = NO_STATES,
-        *,
-        by_time: bool = False,
-    ) -> None:
-        """Forget everything and start with these, in this order. `states` is what `states()` told before the restart,
-        in whole or in part; keys that are not loaded may be in it. `by_time`: the order is that of the last uses, and
-        later news than the states."""
+    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
+        """Forget everything and start with these, in this order. `states` is that of `frozen` before the restart, in
+        whole or in part; keys that are not loaded may be in it."""
 
-    def states(self) -> Mapping[ChunkKey, int]:
-        """What shall be known of chunks after a restart beside their order: a number from 1 to 65535 each, for those
-        that have one."""
+    def frozen(self) -> Frozen:
+        """What `load` takes, as of this moment. What is returned does the work, and is called without the lock: the
+        order, the one unused for longest in front, and for those that have one a number from 1 to 65535 that shall be
+        known after a restart. Chunks that are used or go in between may be told as they are then."""
 
-    def ordered(self) -> Iterator[ChunkKey]:
-        """All keys, the one unused for longest in front: what `load` takes with the `states` of the same moment."""
+    def ranked(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int]) -> Install:
+        """Work out another order, by the times of the last uses, which is later news than the states: called without
+        the lock. What is returned puts it in place, with the lock held: given keys that have gone meanwhile, and all
+        that have been added or used since `load`, which stay as they are and are more recent than all others."""
 
     def add(self, key: ChunkKey) -> None:
         """A chunk has just been stored."""
@@ -76,20 +77,25 @@ class TailFirstLru:
     def __init__(self) -> None:
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()
 
-    def load(
-        self,
-        coldest_first: Iterable[ChunkKey],
-        states: Mapping[ChunkKey, int] = NO_STATES,
-        *,
-        by_time: bool = False,
-    ) -> None:
+    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
         self._order = OrderedDict.fromkeys(coldest_first)
 
-    def states(self) -> Mapping[ChunkKey, int]:
-        return NO_STATES
+    def frozen(self) -> Frozen:
+        order = list(self._order)
+        return lambda: (iter(order), NO_STATES)
 
-    def ordered(self) -> Iterator[ChunkKey]:
-        return iter(self._order)
+    def ranked(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int]) -> Install:
+        order = OrderedDict.fromkeys(coldest_first)
+
+        def install(gone: Iterable[ChunkKey], recent: Set[ChunkKey]) -> None:
+            for key in gone:
+                order.pop(key, None)
+            for key in reversed(list(takewhile(recent.__contains__, reversed(self._order)))):
+                order[key] = None
+                order.move_to_end(key)
+            self._order = order
+
+        return install
 
     def add(self, key: ChunkKey) -> None:
         self._order[key] = None

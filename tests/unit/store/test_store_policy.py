@@ -17,6 +17,12 @@ from lmcache_nvme_backend.store.policy import TailFirstLru
 from lmcache_nvme_backend.store.returns import CLASSES, Returns
 
 
+def known(policy):
+    """What the policy knows of each chunk, as it is kept over a restart."""
+    _, states = policy.frozen()()
+    return states
+
+
 class World:
     """An index with a clock of its own, and what a store does with it."""
 
@@ -87,7 +93,7 @@ def test_one_request_is_one_use_however_often_it_asks():
     for _ in range(50):
         world.index.use_prefix(keys, pin=False)
         world.now += 0.05
-    assert [state >> 2 & 3 for state in world.policy.states().values()] == [1, 1]
+    assert [state >> 2 & 3 for state in known(world.policy).values()] == [1, 1]
 
 
 def test_a_use_by_the_same_request_is_no_return():
@@ -99,7 +105,7 @@ def test_a_use_by_the_same_request_is_no_return():
     assert world.index.use(keys[0])
     world.index.add(keys[2], 2, 1, keys[1])
     world.index.coldest_first()
-    assert all(state >> 2 & 3 == 0 for state in world.policy.states().values())
+    assert all(state >> 2 & 3 == 0 for state in known(world.policy).values())
 
 
 def test_a_chunk_that_went_goes_on_counting_its_uses():
@@ -110,7 +116,7 @@ def test_a_chunk_that_went_goes_on_counting_its_uses():
     assert sorted(world.evict() + world.evict()) == sorted(keys)
     world.now += 100
     assert world.request(keys) == 0
-    assert [state >> 2 & 3 for state in world.policy.states().values()] == [1, 1]
+    assert [state >> 2 & 3 for state in known(world.policy).values()] == [1, 1]
 
 
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=6)
@@ -140,12 +146,12 @@ def test_order_and_uses_survive_a_restart():
     traffic(world, 200, 900)
     order = world.index.coldest_first()
     fresh = HitDensity(lambda: world.now)
-    fresh.load(world.policy.ordered(), world.policy.states())
+    fresh.load(*world.policy.frozen()())
     fresh._returns = world.policy._returns
     assert [key for key in fresh.coldest()][:50] == order[:50]
     assert sorted(fresh.coldest()) == sorted(order)
-    assert {key: state >> 1 & 7 for key, state in fresh.states().items()} == {
-        key: state >> 1 & 7 for key, state in world.policy.states().items()
+    assert {key: state >> 1 & 7 for key, state in known(fresh).items()} == {
+        key: state >> 1 & 7 for key, state in known(world.policy).items()
     }
 
 
@@ -178,3 +184,85 @@ def test_the_sample_stays_bounded_whatever_is_asked():
         assert row == sorted(row, reverse=True), "an older chunk is never worth more"
     for kind in range(2, CLASSES):
         assert all(more >= less for more, less in zip(table[kind], table[kind - 2]))
+
+
+def test_a_key_that_stands_twice_in_a_prefix_does_no_harm():
+    """Lookups go on finding it, whatever class it is in."""
+    world = World()
+    a, b = prefix("twice", 2)
+    world.request([a, b])
+    for _ in range(6):
+        world.now += 10
+        assert world.index.use_prefix([a, a, b], pin=False) == 3
+    assert sorted(world.index.coldest_first()) == sorted([a, b])
+
+
+def interrupt(policy, meanwhile):
+    """Make a policy do `meanwhile()` while it works out another order."""
+    work = policy.ranked
+
+    def ranked(*arguments):
+        install = work(*arguments)
+        meanwhile()
+        return install
+
+    policy.ranked = ranked
+
+
+@pytest.mark.parametrize("policy", [HitDensity, lambda clock: TailFirstLru()], ids=["density", "lru"])
+def test_what_happens_while_the_order_is_worked_out_counts(policy):
+    """Chunks looked up, stored, evicted or spared from eviction meanwhile are in the order, or out of it, once."""
+    world = World(policy)
+    index, keys, new = world.index, prefix("old", 8), prefix("new", 1)[0]
+    index.load((key, 0, 1) for key in keys)
+    (spared,) = index.take_coldest(1, 0, 1, ())
+    order = [key for key in reversed(keys) if key != spared[0]]
+    first, gone, used = order[0], order[1], order[2]
+
+    def meanwhile():
+        for step in (
+            lambda: index.keep(*spared),
+            lambda: index.use_prefix([used], pin=False),
+            lambda: index.discard(gone),
+            lambda: index.add(new, 0, 1),
+        ):
+            world.now += 1
+            step()
+
+    world.now += 100
+    index.discard(first)
+    index.add(first, 0, 1, stored=False)
+    interrupt(world.policy, meanwhile)
+    index.rank(order)
+    assert index.coldest_first()[: len(order) - 3] == order[3:]
+    assert index.coldest_first()[len(order) - 3 :] == [first, spared[0], used, new]
+    assert len(index) == len(index.coldest_first())
+    assert index.use_prefix([first, spared[0], used, new], pin=False) == 4
+
+
+@pytest.mark.parametrize("policy", [HitDensity, lambda clock: TailFirstLru()], ids=["density", "lru"])
+def test_lookups_go_on_while_a_snapshot_or_an_order_is_worked_out(policy):
+    """The work that grows with the number of chunks is done without the lock; what moves meanwhile is there once."""
+    world = World(policy)
+    index, keys = world.index, prefix("k", 8)
+    world.request(keys)
+    world.now += 10
+    freeze = world.policy.frozen
+
+    def frozen():
+        work = freeze()
+
+        def later():
+            assert not index._lock.locked()
+            world.now += 10
+            index.use_prefix(keys[:2], pin=False)
+            index.discard(keys[7])
+            return work()
+
+        return later
+
+    world.policy.frozen = frozen
+    found = index.snapshot(closed=False)
+    assert sorted(found.keys) == sorted(keys[:7])
+    assert [key for key in found.keys if key in keys[2:7]] == keys[6:1:-1]
+    assert found.depths == [keys.index(key) for key in found.keys]

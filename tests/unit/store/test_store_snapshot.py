@@ -189,12 +189,13 @@ class Remembering(TailFirstLru):
         super().__init__()
         self.known = {}
 
-    def load(self, coldest_first, states=NO_STATES, *, by_time=False):
+    def load(self, coldest_first, states=NO_STATES):
         super().load(coldest_first)
         self.known = dict(states)
 
-    def states(self):
-        return self.known
+    def frozen(self):
+        work = super().frozen()
+        return lambda: (work()[0], self.known)
 
 
 @pytest.mark.parametrize("chunks", [4, 6], ids=["listed", "from the snapshot"])
@@ -209,7 +210,7 @@ def test_what_the_policy_knows_of_chunks_survives(root, monkeypatch, chunks):
     second = Remembering()
     with ChunkStore.open(root, NAMESPACE, settings, second) as opened:
         wait_until_counted(opened)
-        assert second.states() == {KEYS[0]: 3, KEYS[2]: snapshot.MAX_STATE}
+        assert second.known == {KEYS[0]: 3, KEYS[2]: snapshot.MAX_STATE}
 
 
 def written(path: Path, found: Snapshot) -> bytes:
