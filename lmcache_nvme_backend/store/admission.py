@@ -43,31 +43,32 @@ class Admission:
 
     def refusal(self, key: ChunkKey, nbytes: int) -> PutResult | None:
         """Why a chunk that is not here is not to be written, as one of `nbytes`; None where it is."""
-        if self._budget.limited and not self._grant(nbytes):
+        limited = self._budget.limited
+        if limited and self._look() < nbytes:
             return PutResult.WRITE_BUDGET
-        scarce = self._budget.limited and self._budget.is_scarce(self._left)
-        mode = self._settings.admission
-        if mode == "all":
-            return None
-        if self._index.offered(key) > 0:
-            return None
-        if mode == "second-sight" or scarce:
+        if not self._is_worth_it(key, limited and self._budget.is_scarce(self._left)):
             return PutResult.FIRST_SIGHT
-        if self._is_full() and self._index.chance(key) < WORTHWHILE_CHANCE:
-            return PutResult.FIRST_SIGHT
+        if limited:
+            with self._mutex:
+                self._left -= nbytes
         return None
 
-    def _grant(self, nbytes: int) -> bool:
-        """Whether the budget has room beside what was just admitted: writes run side by side, and what a prefix gets
-        of it has to be its head."""
+    def _is_worth_it(self, key: ChunkKey, scarce: bool) -> bool:
+        mode = self._settings.admission
+        if mode == "all" or self._index.offered(key) > 0:
+            return True
+        if mode == "second-sight" or scarce:
+            return False
+        return not self._is_full() or self._index.chance(key) >= WORTHWHILE_CHANCE
+
+    def _look(self) -> int:
+        """What the budget has left beside what was just admitted: writes run side by side, and what a prefix gets of it
+        has to be its head."""
         with self._mutex:
             now = time.monotonic()
             if now - self._left_at > _LOOK_INTERVAL_S:
                 self._left, self._left_at = self._budget.left(), now
-            if self._left < nbytes:
-                return False
-            self._left -= nbytes
-            return True
+            return self._left
 
     def _is_full(self) -> bool:
         ledger = self._account.peek()

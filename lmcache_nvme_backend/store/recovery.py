@@ -141,7 +141,7 @@ def count_store(layout: Layout, skip: str | None = None) -> int:
     """Bytes of all files in the store's own directory: chunks by their names, anything else by its size; `skip` is a
     namespace that the caller counts. `count_foreign` has the rest of the root.
 
-    Not counted: what the store keeps about itself (account, sessions, namespace.json, some hundred bytes a namespace),
+    Not counted: what the store keeps about itself (account, sessions, writes, namespace.json: some hundred bytes each),
     and temporaries, for which their session's reservation stands. Raises `OSError` where something of the store's own
     cannot be listed.
     """

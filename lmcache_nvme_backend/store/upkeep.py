@@ -18,6 +18,7 @@ from lmcache_nvme_backend.store.layout import Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, Namespace
 from lmcache_nvme_backend.store.session import Session
 from lmcache_nvme_backend.store.settings import (
+    CLOSE_WAIT_S,
     GHOSTS_INTERVAL_S,
     GHOSTS_SHARE,
     RANK_AT_OPEN,
@@ -81,10 +82,11 @@ class Upkeep:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, after one last write of what is not on disk yet."""
+        """End the thread, after one last write of what is not on disk yet. A disk that hangs holds nobody up for longer
+        than CLOSE_WAIT_S."""
         self._stopping.set()
-        self._thread.join()
-        if not self._breaker.open:
+        self._thread.join(CLOSE_WAIT_S)
+        if not self._thread.is_alive() and not self._breaker.open:
             self._flush(limit=len(self._index))
             self._mark_use()
             self._write_ghosts()

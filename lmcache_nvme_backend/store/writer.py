@@ -198,13 +198,17 @@ class Writer:
             osio.rename(temporary, path)
 
     def replace(self, path: str, pieces: Iterable[bytes], nbytes: int) -> bool:
-        """Give a file of the store's own, of `nbytes` in all, a new content within the quota; False where there is no
-        room for it. Raises `OSError`."""
+        """Give a file of the store's own, of `nbytes` in all, a new content within quota and write budget; False where
+        there is no room for it. Raises `OSError`."""
+        if recovery.leads_outside(path) or not self._spend(nbytes):
+            return False
         temporary = self._reserve(nbytes, ())
         if temporary is None:
             return False
         published = False
         try:
+            if recovery.leads_outside(temporary):
+                return False
             fd = osio.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 osio.fchmod(fd, 0o600)
@@ -217,6 +221,8 @@ class Writer:
             # Explicit, since the kernel's own clock for files runs up to a tick behind.
             osio.utime(temporary, time.time_ns())
             with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
+                if recovery.leads_outside(path):
+                    return False
                 before = recovery.count_tree(path)
                 osio.rename(temporary, path)
                 published = True

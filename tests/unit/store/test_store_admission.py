@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from store_helpers import CHUNK_FILE, NAMESPACE, aligned, open_store, payload_of, prefix, put, put_prefix
 
-from lmcache_nvme_backend.store import ChunkStore, PutResult, StoreSettings, digest_fields
+from lmcache_nvme_backend.store import ChunkStore, PutResult, StoreSettings, digest_fields, snapshot, upkeep
 from lmcache_nvme_backend.store.account import Ledger
 from lmcache_nvme_backend.store.admission import Admission
 from lmcache_nvme_backend.store.density import HitDensity
@@ -284,3 +284,33 @@ def test_a_scarce_budget_makes_auto_ask_for_second_sight(root, clock):
     clock.now += 30
     index.use_prefix((key,), pin=False)
     assert admission.refusal(key, BLOCK) is None
+
+
+def test_what_is_refused_at_first_sight_takes_nothing_of_the_budget(root, clock):
+    """Many new chunks leave room for one that returns in the same second."""
+    known, new = prefix("known", 1), prefix("new", 20)
+    budget = 4 * 3 * CHUNK_FILE  # three chunks at once
+    with open_second_sight(root, clock, write_budget_bytes_per_day=budget) as store:
+        store.match(known)
+        clock.now += 30
+        assert [store.refusal(key, CHUNK_FILE) for key in new] == [PutResult.FIRST_SIGHT] * 20
+        store.match(known)
+        assert store.refusal(known[0], CHUNK_FILE) is None
+
+
+def test_hints_are_part_of_the_budget(root, monkeypatch):
+    """A snapshot is written to the same drive: it takes its bytes, and is not written where they are not left."""
+    monkeypatch.setattr(upkeep, "SNAPSHOT_FROM", 1)
+    budget = 4 * 3 * CHUNK_FILE
+    with open_store(root, quota_chunks=ROOMY, write_budget_bytes_per_day=budget) as store:
+        put_prefix(store, prefix("x", 2))
+        left = WriteBudget(f"{root}/v1/writes", budget)
+        before = left.left()
+        store._upkeep._write_snapshot(closed=False)
+        assert before - left.left() == pytest.approx(snapshot.size_of(2), abs=BLOCK // 64)
+        path = Path(store.directory) / snapshot.FILE
+        path.unlink()
+        assert WriteBudget(f"{root}/v1/writes", budget).take(left.left())
+        store._upkeep._write_snapshot(closed=False)
+        assert not path.exists()
+        monkeypatch.setattr(upkeep, "SNAPSHOT_FROM", 1000)

@@ -23,7 +23,7 @@ from store_helpers import (
 )
 
 from lmcache_nvme_backend.errors import ConfigError
-from lmcache_nvme_backend.store import ChunkKey, Hit, Namespace, PutResult, digest_fields
+from lmcache_nvme_backend.store import ChunkKey, Hit, Namespace, PutResult, digest_fields, snapshot, upkeep
 from lmcache_nvme_backend.store.guest import Guest
 from lmcache_nvme_backend.store.inspection import StoreTree
 from lmcache_nvme_backend.store.pruning import Selection, plan, prune
@@ -256,3 +256,18 @@ def test_a_link_in_a_chunks_place_is_never_read(root):
         assert aside.exists() and not path.is_symlink()
         assert stat.S_ISREG(aside.lstat().st_mode) and payload_of(key) in aside.read_bytes()
         assert list(path.parent.iterdir()) == []
+
+
+def test_no_hint_is_written_through_a_link(root, tmp_path, monkeypatch):
+    """A link that takes the place of the namespace while the store is open leads nowhere."""
+    monkeypatch.setattr(upkeep, "SNAPSHOT_FROM", 1)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / snapshot.FILE).write_text("somebody's")
+    with open_store(root) as store:
+        put_prefix(store, prefix("x", 3))
+        Path(store.directory).rename(tmp_path / "moved")
+        Path(store.directory).symlink_to(outside)
+        store._upkeep._write_snapshot(closed=False)
+    assert (outside / snapshot.FILE).read_text() == "somebody's"
+    assert paths_below(outside) == {snapshot.FILE}

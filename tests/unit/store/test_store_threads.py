@@ -21,7 +21,7 @@ from store_helpers import (
     session_files,
 )
 
-from lmcache_nvme_backend.store import Hit, PutResult, osio
+from lmcache_nvme_backend.store import Hit, PutResult, osio, upkeep
 
 
 @pytest.fixture
@@ -153,3 +153,27 @@ def test_close_waits_for_calls_in_flight(root, monkeypatch):
     monkeypatch.undo()
     with open_store(root) as store:
         assert holds(store, key)
+
+
+def test_close_does_not_wait_for_a_disk_that_hangs(root, monkeypatch):
+    """The background thread is stuck in a call that does not return: close gives it up after its bound."""
+    monkeypatch.setattr(upkeep, "UPKEEP_INTERVAL_S", 0.001)
+    monkeypatch.setattr(upkeep, "CLOSE_WAIT_S", 0.05)
+    stuck, free = threading.Event(), threading.Event()
+    store = open_store(root)
+
+    def hang(limit):
+        stuck.set()
+        free.wait(30)
+
+    monkeypatch.setattr(store._upkeep, "_flush", hang)
+    try:
+        assert stuck.wait(10)
+        closing = threading.Thread(target=store.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        assert not closing.is_alive()
+    finally:
+        free.set()
+        store._upkeep._thread.join(10)
+    assert not store._upkeep._thread.is_alive()
