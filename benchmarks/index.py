@@ -92,7 +92,7 @@ def child(root: Path, chunks: int) -> dict[str, float]:
     if found != min(PREFIX, chunks):
         raise RuntimeError(f"{found} chunks of a prefix of {PREFIX} were found")
     memory = (resident_bytes() - before) / chunks
-    while store._uncounted or store._upkeep is None or not store._upkeep._ranked:
+    while store._census.unlisted or store._upkeep is None or not store._upkeep._ranked:
         time.sleep(0.01)
     ranked = time.perf_counter() - begin
     lookups = [timed(lambda: store.match(prefix)) for _ in range(LOOKUPS)]

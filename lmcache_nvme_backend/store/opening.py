@@ -65,3 +65,32 @@ def choose_transfer(
             "using buffered I/O, which costs CPU and passes through the page cache."
         )
     return direct_io.Transfer(failure is None, direct_io.Pool())
+
+
+def disk_refusal(layout: Layout, error: OSError) -> ConfigError:
+    """What to say where the disk refuses a call that an open cannot do without."""
+    return ConfigError(
+        "nvme.path", f"{layout.root}, where the store cannot work: {error}",
+        "a directory on a local disk that this user can write", "Check the disk and its mount.",
+    )  # fmt: skip
+
+
+def lock_refusal(layout: Layout, settings: StoreSettings, holder: int | None) -> ConfigError:
+    """What to say where the root's lock was not free in time; `holder` is the process that has it, if known."""
+    return ConfigError(
+        "nvme.lock_wait_s",
+        f"the lock of {layout.root} held for longer than {settings.lock_wait_s:g} s"
+        + (f" by process {holder}" if holder is not None else ""),
+        "a wait within which the other process finishes (counting the files of a large root takes seconds)",
+        "End that process, or raise nvme.lock_wait_s.",
+    )
+
+
+def warn_of_other_files(layout: Layout, settings: StoreSettings, foreign_bytes: int, warnings: list[str]) -> None:
+    """A sentence where files that are not the store's take most of the quota."""
+    foreign_gib, quota_gib = foreign_bytes / 2**30, settings.quota_bytes / 2**30
+    if foreign_gib > quota_gib / 2:
+        warnings.append(
+            f"nvme.path: {foreign_gib:.1f} GiB of other files lie under {layout.root} and count against "
+            f"nvme.quota_gib ({quota_gib:g}). Give the cache a directory of its own."
+        )

@@ -7,27 +7,26 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lmcache_nvme_backend.errors import ConfigError
-from lmcache_nvme_backend.store import osio, recovery, snapshot
+from lmcache_nvme_backend.store import opening, osio, recovery
 from lmcache_nvme_backend.store import session as sessions
 from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.admission import Admission
 from lmcache_nvme_backend.store.breaker import Breaker
+from lmcache_nvme_backend.store.census import Census
 from lmcache_nvme_backend.store.density import HitDensity
 from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
 from lmcache_nvme_backend.store.evictor import Evictor
-from lmcache_nvme_backend.store.format import BLOCK, MAX_UINT32
+from lmcache_nvme_backend.store.format import MAX_UINT32
 from lmcache_nvme_backend.store.index import Entry, Index
 from lmcache_nvme_backend.store.keys import KEY_BYTES, ChunkKey
 from lmcache_nvme_backend.store.layout import Layout
-from lmcache_nvme_backend.store.namespace import DESCRIPTION, Namespace, write_description
-from lmcache_nvme_backend.store.opening import check_root, choose_transfer
-from lmcache_nvme_backend.store.policy import NO_STATES, EvictionPolicy
+from lmcache_nvme_backend.store.namespace import Namespace, write_description
+from lmcache_nvme_backend.store.policy import EvictionPolicy
 from lmcache_nvme_backend.store.probe import DiskProbe
 from lmcache_nvme_backend.store.reader import Reader
 from lmcache_nvme_backend.store.removal import Removal, remove_file
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
-from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, RANK_AT_OPEN, STORE_LOCK_WAIT_S, StoreSettings
+from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, STORE_LOCK_WAIT_S, StoreSettings
 from lmcache_nvme_backend.store.upkeep import Upkeep
 from lmcache_nvme_backend.store.watcher import Watcher
 from lmcache_nvme_backend.store.write_budget import WriteBudget
@@ -57,13 +56,9 @@ class ChunkStore:
         self.stats = StoreStats()
         self._stats_lock = threading.Lock()
         self._index = Index(policy)
-        self._loaded = False
-        self._foreign_bytes = 0  # as of the last count
-        self._doubles: list[recovery.Chunk] = []
-        self._hint: snapshot.Snapshot | None = None  # while opening
-        self._uncounted = False  # the index comes from the hint, and the directory has not been listed yet
         self._session = sessions.Session(layout, namespace.raw_digest, settings.quota_bytes)
-        self._account = Account(layout.account, self._recount)
+        self._census = Census(layout, namespace, self._session, self._index)
+        self._account = Account(layout.account, self._census.recount)
         self._directory = layout.namespace(namespace.digest)
         self._watcher = Watcher(layout, self._session, namespace.digest, self._index)
         self._budget = WriteBudget(layout.writes, settings.write_budget_bytes_per_day)
@@ -95,7 +90,7 @@ class ChunkStore:
         demanded, or the root's lock held for longer than `settings.lock_wait_s`. Odd things that work are sentences in
         `warnings`.
         """
-        layout = check_root(root, settings)
+        layout = opening.check_root(root, settings)
         policy = policy or HitDensity()
         try:
             return cls._open(layout, namespace, settings, policy)
@@ -105,10 +100,7 @@ class ChunkStore:
                     return cls._open(layout, namespace, settings, policy, recount=True)
                 except OSError as again:
                     error = again
-            raise ConfigError(
-                "nvme.path", f"{layout.root}, where the store cannot work: {error}",
-                "a directory on a local disk that this user can write", "Check the disk and its mount.",
-            ) from None  # fmt: skip
+            raise opening.disk_refusal(layout, error) from None
 
     @classmethod
     def _open(
@@ -125,13 +117,7 @@ class ChunkStore:
         except LockTimeout:
             holder = store._account.holder()
             store._abandon()
-            raise ConfigError(
-                "nvme.lock_wait_s",
-                f"the lock of {layout.root} held for longer than {settings.lock_wait_s:g} s"
-                + (f" by process {holder}" if holder is not None else ""),
-                "a wait within which the other process finishes (counting the files of a large root takes seconds)",
-                "End that process, or raise nvme.lock_wait_s.",
-            ) from None
+            raise opening.lock_refusal(layout, settings, holder) from None
         except BaseException:
             store._abandon()
             raise
@@ -139,7 +125,8 @@ class ChunkStore:
 
     def _start(self, recount: bool) -> None:
         layout, namespace, settings = self._layout, self.namespace, self._settings
-        exact = self._read_hint()
+        if not self._census.read_hint():
+            self.stats.snapshots_ignored += 1
         if self._index.ghosts is not None:
             self._index.ghosts.read(self._directory, namespace.raw_digest)
         with self._account.locked(settings.lock_wait_s, force_recount=recount) as ledger:
@@ -147,26 +134,16 @@ class ChunkStore:
             sessions.sweep(layout, ledger)
             self._watcher.begin()
             osio.make_dir_in_place_of_file(self._directory)
-            alone = all(peer.session_id == self._session.id for peer in sessions.live_peers(layout))
-            if alone and not self._loaded and self._hint is not None and len(self._hint) > RANK_AT_OPEN:
-                self._index.restore(self._hint, exact)
-                self._loaded = self._uncounted = ledger.stale = True
-            elif alone and not self._loaded:
-                # Nobody has kept the account while no store was open: files may have come and gone.
-                found = self._recount()
-                ledger.used, ledger.reserved = found.used, found.reserved
+            self._census.begin(ledger)
             probe_path, description_path = self._session.temporary(), self._session.temporary()
         try:
             write_description(self._directory, namespace, description_path)
         except OSError as error:
             self.warnings.append(f"nvme.path: {self._directory}/namespace.json cannot be written: {error.strerror}.")
-        self._transfer = choose_transfer(layout, settings, probe_path, self.warnings)
-        if not self._loaded:
-            self._load(recovery.NamespaceScan(self._directory))
-        self._breaker = Breaker(
-            layout.root,
-            DiskProbe(layout, namespace.digest, self._account, self._session, self._index, self._transfer),
-        )
+        self._transfer = opening.choose_transfer(layout, settings, probe_path, self.warnings)
+        self._census.finish()
+        probe = DiskProbe(layout, namespace.digest, self._account, self._session, self._index, self._transfer)
+        self._breaker = Breaker(layout.root, probe)
         self._reader = Reader(layout, namespace, self._transfer, self._breaker)
         self._writer = Writer(
             layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer,
@@ -174,63 +151,14 @@ class ChunkStore:
         )  # fmt: skip
         for path in (probe_path, description_path):  # gone, unless their removal failed
             self._writer.abandon(path, 0)
-        for key, depth, blocks in self._doubles:
+        for key, depth, blocks in self._census.doubles:
             self._remove_file(key, Entry(blocks, depth, None))
         self._upkeep = Upkeep(
             layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._writer,
             self._breaker,
         )  # fmt: skip
-        self._hint = None
-        self._upkeep.start(counted=not self._uncounted, ranked=self._uncounted and exact)
-        self._warn_if_full()
-
-    def _read_hint(self) -> bool:
-        """Read the snapshot, if there is a good one. True where nobody has used the namespace since it was written, so
-        that its order is the last word."""
-        try:
-            self._hint = snapshot.read(self._directory, self.namespace.raw_digest)
-        except (OSError, ValueError):
-            self.stats.snapshots_ignored += 1
-        used_ns = recovery.file_time(f"{self._directory}/{DESCRIPTION}")
-        return self._hint is not None and self._hint.closed and used_ns is not None and self._hint.written_ns >= used_ns
-
-    def _load(self, scan: recovery.NamespaceScan) -> int:
-        """Fill the index; returns the bytes of all that lies in the namespace."""
-        self._doubles = self._index.load(scan, self._hint.states if self._hint is not None else NO_STATES)
-        self._loaded = True
-        return self._index.nbytes + sum(blocks for _, _, blocks in self._doubles) * BLOCK + scan.other_bytes
-
-    def _recount(self) -> Ledger:
-        """Count everything under the root. Called with the account's lock held; also puts back directories and the
-        session's file, which somebody may have deleted with the rest, and reads the index if that is still to be done,
-        so that a large namespace is listed only once."""
-        layout = self._layout
-        for path in (layout.base, layout.sessions, layout.temp):
-            osio.make_dir(path)
-        self._session.ensure()
-        sessions.sweep(layout, Ledger(0, 0))
-        scan = recovery.NamespaceScan(self._directory)
-        if self._uncounted:
-            for chunk in self._index.reconcile(scan.shards()):
-                remove_file(layout.chunk(self.namespace.digest, *chunk))
-            self._uncounted = False
-            used = self._index.nbytes + scan.other_bytes
-        else:
-            used = recovery.count_namespace(self._directory) if self._loaded else self._load(scan)
-        used += recovery.count_store(layout, skip=self.namespace.digest)
-        self._foreign_bytes = recovery.count_foreign(layout)
-        used += self._foreign_bytes
-        # This store's own part is known better than from its record, whose last writing may have failed.
-        others = sum(peer.reserved for peer in sessions.live_peers(layout) if peer.session_id != self._session.id)
-        return Ledger(used, others + self._session.reserved)
-
-    def _warn_if_full(self) -> None:
-        foreign_gib, quota_gib = self._foreign_bytes / 2**30, self._settings.quota_bytes / 2**30
-        if foreign_gib > quota_gib / 2:
-            self.warnings.append(
-                f"nvme.path: {foreign_gib:.1f} GiB of other files lie under {self._layout.root} and count against "
-                f"nvme.quota_gib ({quota_gib:g}). Give the cache a directory of its own."
-            )
+        self._upkeep.start(counted=not self._census.unlisted, ranked=self._census.unlisted and self._census.exact)
+        opening.warn_of_other_files(layout, settings, self._census.foreign_bytes, self.warnings)
 
     def _abandon(self) -> None:
         """Undo a failed open."""

@@ -23,7 +23,7 @@ from store_helpers import (
     temporaries,
 )
 
-from lmcache_nvme_backend.store import ChunkStore, PutResult, StoreSettings, recovery, snapshot, store, upkeep
+from lmcache_nvme_backend.store import ChunkStore, PutResult, StoreSettings, census, recovery, snapshot, upkeep
 from lmcache_nvme_backend.store.inspection import StoreTree
 from lmcache_nvme_backend.store.policy import NO_STATES, TailFirstLru
 from lmcache_nvme_backend.store.snapshot import Snapshot
@@ -37,7 +37,7 @@ def small_counts_as_large(monkeypatch):
     """A namespace of five chunks has a snapshot, and opens from it."""
     monkeypatch.setattr(upkeep, "SNAPSHOT_FROM", 5)
     monkeypatch.setattr(upkeep, "RANK_AT_OPEN", 4)
-    monkeypatch.setattr(store, "RANK_AT_OPEN", 4)
+    monkeypatch.setattr(census, "RANK_AT_OPEN", 4)
 
 
 def file_of(root: Path, namespace=NAMESPACE) -> Path:
@@ -47,7 +47,7 @@ def file_of(root: Path, namespace=NAMESPACE) -> Path:
 def wait_until_counted(opened: ChunkStore) -> None:
     """Until the directory behind a snapshot has been listed, and ranked where that was still to be done."""
     deadline = time.monotonic() + 20
-    while opened._uncounted or not opened._upkeep._ranked:
+    while opened._census.unlisted or not opened._upkeep._ranked:
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
