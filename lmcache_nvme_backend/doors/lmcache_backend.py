@@ -12,18 +12,16 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from lmcache.v1.storage_backend.abstract_backend import AllocatorBackendInterface
 
-from lmcache_nvme_backend.doors import lmcache_compat, refusals, start, vllm_plugin
+from lmcache_nvme_backend.doors import lmcache_compat, lmcache_open, refusals, start
 from lmcache_nvme_backend.doors.chunk_names import ChunkNames
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.host import current_vllm_config, stream_fence
-from lmcache_nvme_backend.doors.identity import model_name, namespace_facts, random_seed_warning
 from lmcache_nvme_backend.doors.lmcache_load import LOAD_WAIT_S, ChunkLoader
-from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, device_memory, size_of
+from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, size_of
 from lmcache_nvme_backend.doors.lmcache_store import ChunkSaver
 from lmcache_nvme_backend.doors.lmcache_values import exported_values
 from lmcache_nvme_backend.doors.pins import PinLedger
@@ -32,8 +30,7 @@ from lmcache_nvme_backend.doors.self_test import check_round_trip
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.metrics import MetricsExporter
 from lmcache_nvme_backend.settings import parse_settings
-from lmcache_nvme_backend.staging import StagingRing
-from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Namespace, StoreSettings
+from lmcache_nvme_backend.store import ChunkKey
 
 # LMCache gives a backend 15 s in all to close; writes in flight get this much of it, then they are abandoned.
 CLOSE_WAIT_S = 5.0
@@ -83,17 +80,17 @@ class NvmeBackend(AllocatorBackendInterface):
     def _open(self) -> None:
         vllm_config = current_vllm_config()
         lmcache_compat.apply_all(with_vllm=vllm_config is not None)
-        self.settings = parse_settings(self.config.extra_config)
+        s = self.settings = parse_settings(self.config.extra_config)
         refusals.check_lmcache(lambda field: getattr(self.config, field, None))
         if vllm_config is not None:
-            self._check_engine(vllm_config)
+            lmcache_open.check_engine(self.config, vllm_config)
         self._names = ChunkNames(scoped=vllm_config is not None)
         self._chunk_tokens = self.metadata.chunk_size
         self._allocator: RingAllocator | None = None
         if self._cpu is None:
-            self._open_ring(size_of(self.metadata.get_shapes(self._chunk_tokens), self.metadata.get_dtypes()))
-        self._open_store(vllm_config)
-        s = self.settings
+            chunk_bytes = size_of(self.metadata.get_shapes(self._chunk_tokens), self.metadata.get_dtypes())
+            self._allocator = lmcache_open.open_ring(s, chunk_bytes, self.dst_device, self._opened)
+        self.store = lmcache_open.open_store(s, self.config, self.metadata, vllm_config, self._opened)
         self.loader = ChunkLoader(
             self.store, self._allocator, self._cpu, self.metadata, s.io_threads, stream_fence(self.dst_device)
         )
@@ -156,68 +153,6 @@ class NvmeBackend(AllocatorBackendInterface):
         """Serve nothing and store nothing from now on; ``kvtier_degraded`` shows it."""
         self.withdrawn = True
         self.store.close()
-
-    def _check_engine(self, vllm_config: Any) -> None:
-        refusals.check_vllm(vllm_config)
-        if not vllm_plugin.registered():
-            raise ConfigError(
-                "VLLM_PLUGINS", "a list without lmcache_nvme_backend", "a list with it, or the variable unset",
-                "vLLM's scheduler process must load the plugin, or chunks would be shared between LoRA adapters and "
-                "between cache_salts.",
-            )  # fmt: skip
-        if str(vllm_config.device_config.device_type) == "cpu":
-            from lmcache_nvme_backend.doors.cpu_connector import check_cpu_layout
-
-            check_cpu_layout(self.config, vllm_config)
-
-    def _open_ring(self, chunk_bytes: int) -> None:
-        memory = device_memory(self.settings.staging_bytes)
-        self._opened.append(memory.close)
-        ring = StagingRing(memory, chunk_bytes, device_memory)
-        if ring.slots < 2:
-            raise ConfigError(
-                "nvme.staging_mib", f"{self.settings.staging_mib} MiB with chunks of {chunk_bytes / 2**20:.1f} MiB",
-                "at least two chunks", f"Set it to {-(-2 * ring.slot_bytes // 2**20)} or more.",
-            )  # fmt: skip
-        if self.dst_device != "cpu" and not ring.pinned:
-            raise ConfigError(
-                "nvme.staging_mib", f"{self.settings.staging_mib} MiB that {self.dst_device} cannot pin",
-                "host memory that can be registered with the device",
-                "Lower it, or raise the locked-memory limit (ulimit -l).",
-            )  # fmt: skip
-        self._allocator = RingAllocator(ring)
-        self._opened.append(self._allocator.close)
-
-    def _open_store(self, vllm_config: Any) -> None:
-        s = self.settings
-        namespace = Namespace(
-            namespace_facts(s, self.config, self.metadata, vllm_config),
-            {"model_name": model_name(self.metadata, vllm_config)},
-        )
-        self.store = ChunkStore.open(
-            Path(s.path),
-            namespace,
-            StoreSettings(
-                quota_bytes=s.quota_bytes,
-                direct_io=s.direct_io,
-                fsync=s.fsync,
-                codec="zstd-split" if s.codec == "zstd" and self._sixteen_bit() else s.codec,
-                lock_wait_s=s.lock_wait_s,
-                # What `auto` has learned differs a little from rank to rank, and a chunk is of use only where all
-                # ranks have it.
-                admission="all" if s.admission == "auto" and self.metadata.world_size > 1 else s.admission,
-                write_budget_bytes_per_day=s.write_budget_bytes_per_day,
-            ),
-        )
-        self._opened.append(self.store.close)
-        warnings = list(self.store.warnings)
-        if seed := random_seed_warning(self.config):
-            warnings.append(seed)
-        for warning in warnings:
-            logger.warning("lmcache_nvme_backend: %s", warning)
-
-    def _sixteen_bit(self) -> bool:
-        return all(dtype.itemsize == 2 for dtype in self.metadata.get_dtypes())
 
     @property
     def _slots(self) -> int:
