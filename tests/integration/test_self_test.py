@@ -87,6 +87,16 @@ def test_a_right_connector_passes_and_leaves_no_trace(lmcache, tmp_path, dtype, 
     assert backend.store.stats.hits == 2
 
 
+def test_layers_that_share_their_kv_pass(lmcache):
+    """vLLM names such layers one by one, with one tensor for all of them."""
+    metadata = lmcache_metadata()
+    first, second, _ = PagedKv(1024).layers
+    backend = lmcache(metadata).backend
+    check_round_trip(CpuBlockConnector(metadata), backend, [first, second, second], first.shape[0], BLOCK)
+    with pytest.raises(ConfigError, match="does not restore"):
+        check_round_trip(ForgetsALayer(metadata), backend, [first, second, second], first.shape[0], BLOCK)
+
+
 @pytest.mark.parametrize("connector", WRONG)
 def test_a_connector_that_mixes_up_kv_is_found_out(lmcache, connector):
     """Blocks, layers or planes confused: the error names the connector and the layer, and the pool is as it was."""
