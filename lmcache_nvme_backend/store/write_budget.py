@@ -22,7 +22,7 @@ _MAGIC: Final = b"KVWRTE\x01\n"
 _RECORD = struct.Struct("<8sQQ")
 _SIZE: Final = _RECORD.size + 8
 _DAY_NS: Final = 86_400_000_000_000
-_BURST: Final = 4  # the bucket holds a day's budget divided by this
+BURST: Final = 4  # the bucket holds a day's budget divided by this
 
 
 class WriteBudget:
@@ -31,7 +31,7 @@ class WriteBudget:
     def __init__(self, path: str, bytes_per_day: int, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._path = path
         self._clock_ns = clock_ns
-        self._most = bytes_per_day // _BURST
+        self._most = bytes_per_day // BURST
         self._refill = bytes_per_day - self._most  # a day
         self.limited = bytes_per_day > 0
 

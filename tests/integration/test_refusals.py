@@ -52,6 +52,18 @@ def test_a_ring_smaller_than_two_chunks_says_what_would_work(tmp_path, monkeypat
         NvmeBackend(config=lmcache_config(tmp_path, staging_mib=100), metadata=metadata, dst_device="cpu")
 
 
+def test_a_write_budget_that_no_chunk_fits_in_is_refused(tmp_path):
+    """A quarter of it is all that may come at once; the smallest that works is in the message."""
+    metadata = lmcache_metadata()
+    metadata.kv_shape = (64, 2, 256, 8, 128)  # 64 MiB a chunk
+    with pytest.raises(ConfigError, match=r"nvme\.write_budget_gib_per_day.*Set it to 0\.251 or more"):
+        NvmeBackend(
+            config=lmcache_config(tmp_path, staging_mib=128, write_budget_gib_per_day=0.25),
+            metadata=metadata,
+            dst_device="cpu",
+        )
+
+
 def test_a_refused_start_leaves_no_thread_and_no_descriptor(tmp_path):
     """Everything opened before the error is closed again."""
     (tmp_path / "file").write_text("")
