@@ -59,15 +59,13 @@ class WriteBudget:
         return left < self._most // 2
 
     def take(self, nbytes: int) -> bool:
-        """Spend bytes that are about to be written; False where that many are not left, or where it cannot be noted."""
+        """Spend bytes that are about to be written; False where that many are not left. Raises `OSError` where it
+        cannot be noted: nothing is spent then."""
         if not self.limited:
             return True
         left = self.left()
         taken = left >= nbytes
-        try:
-            self._write(left - nbytes if taken else left)
-        except OSError:
-            return False
+        self._write(left - nbytes if taken else left)
         return taken
 
     def _write(self, left: int) -> None:

@@ -74,7 +74,7 @@ class Writer:
         )  # fmt: skip
         spare = frozenset(self._index.ancestors(parent))
         try:
-            if not self._spend(nbytes):
+            if not self._spend(nbytes, spare):
                 return PutResult.WRITE_BUDGET, 0
             temporary = self._reserve(nbytes, spare)
         except LockTimeout:
@@ -112,10 +112,16 @@ class Writer:
         self._breaker.failed("write", error)
         return PutResult.IO_ERROR
 
-    def _spend(self, nbytes: int) -> bool:
+    def _spend(self, nbytes: int, spare: Container[ChunkKey]) -> bool:
         """Take a chunk that is about to be written out of the budget. What then fails has been written in part."""
         if not self._budget.limited:
             return True
+        try:
+            with self._account.locked(STORE_LOCK_WAIT_S):
+                return self._budget.take(nbytes)
+        except OSError as error:
+            if error.errno not in osio.FULL or not self._evictor.free(BLOCK, spare):
+                raise
         with self._account.locked(STORE_LOCK_WAIT_S):
             return self._budget.take(nbytes)
 
@@ -200,7 +206,7 @@ class Writer:
     def replace(self, path: str, pieces: Iterable[bytes], nbytes: int) -> bool:
         """Give a file of the store's own, of `nbytes` in all, a new content within quota and write budget; False where
         there is no room for it. Raises `OSError`."""
-        if recovery.leads_outside(path) or not self._spend(nbytes):
+        if recovery.leads_outside(path) or not self._spend(nbytes, ()):
             return False
         temporary = self._reserve(nbytes, ())
         if temporary is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
 
 import pytest
 from store_helpers import CHUNK_FILE, NAMESPACE, aligned, open_store, payload_of, prefix, put, put_prefix
 
-from lmcache_nvme_backend.store import ChunkStore, PutResult, StoreSettings, digest_fields, snapshot, upkeep
+from lmcache_nvme_backend.store import ChunkStore, PutResult, StoreSettings, digest_fields, osio, snapshot, upkeep
 from lmcache_nvme_backend.store.account import Ledger
 from lmcache_nvme_backend.store.admission import Admission
 from lmcache_nvme_backend.store.density import HitDensity
@@ -314,3 +315,29 @@ def test_hints_are_part_of_the_budget(root, monkeypatch):
         store._upkeep._write_snapshot(closed=False)
         assert not path.exists()
         monkeypatch.setattr(upkeep, "SNAPSHOT_FROM", 1000)
+
+
+@pytest.mark.parametrize(
+    "code, times, result",
+    [
+        (errno.ENOSPC, 1, PutResult.STORED),
+        (errno.ENOSPC, 1000, PutResult.NO_SPACE),
+        (errno.EIO, 1000, PutResult.IO_ERROR),
+    ],
+    ids=["full, then room", "full", "broken"],
+)
+def test_a_disk_that_cannot_note_what_is_spent_is_no_spent_budget(root, monkeypatch, code, times, result):
+    """A full disk is helped by an eviction, as everywhere; a broken one is named, and counts for the breaker."""
+    with open_store(root, write_budget_bytes_per_day=400 * CHUNK_FILE) as store:
+        put_prefix(store, prefix("old", 3))
+        failures = iter(range(times))
+        pwrite = osio.pwrite
+
+        def failing(fd, data, offset):
+            if data.startswith(b"KVWRTE") and next(failures, None) is not None:
+                raise OSError(code, "no")
+            return pwrite(fd, data, offset)
+
+        monkeypatch.setattr(osio, "pwrite", failing)
+        assert put(store, prefix("new", 1)[0]) is result
+        assert store.usage().reserved_bytes == 0
