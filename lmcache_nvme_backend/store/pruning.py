@@ -22,7 +22,7 @@ _STEP = 256
 
 class Selection(msgspec.Struct, frozen=True):
     """What should go: the chunks that every given condition names, and of them, where `keep_bytes` is given, only as
-    many as have to go until so much is left under the root, in the order in which the store itself evicts."""
+    many as have to go until so much is left under the root: see `_keep`."""
 
     keep_bytes: int | None = None
     older_than_s: float | None = None

@@ -91,7 +91,7 @@ def verify(
 def prune(
     root: Root,
     keep_gib: Annotated[
-        str | None, typer.Option(help="Leave at most so much, evicting as the store does.", metavar="GIB")
+        str | None, typer.Option(help="Leave at most so much: the longest unused go.", metavar="GIB")
     ] = None,
     older_than: Annotated[
         str | None, typer.Option(help="Only what was last used longer ago, such as 7d.", metavar="TIME")
