@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from lmcache_nvme_backend.store import ghosts, osio, recovery, snapshot
@@ -33,6 +34,8 @@ from lmcache_nvme_backend.store.writer import Writer
 
 # namespace.json's time says when the namespace was last used; it decides between namespaces, so minutes are enough.
 _USE_INTERVAL_S: Final = 60.0
+
+logger = logging.getLogger("vllm.lmcache_nvme_backend.store")
 
 
 class Upkeep:
@@ -67,6 +70,7 @@ class Upkeep:
         self._used_at = float("-inf")
         self._snapshot_at = self._ghosts_at = time.monotonic()
         self._snapshot_of = (0, 0, 0)
+        self._said = False
 
     def start(self, counted: bool = True, ranked: bool = False) -> None:
         """Rank the index and bring the root below the quota, here if that is quick, else in the thread.
@@ -93,26 +97,42 @@ class Upkeep:
             self._write_snapshot(closed=self._ranked)
 
     def _run(self) -> None:
+        self._guarded(self._begin)
+        while not self._stopping.wait(UPKEEP_INTERVAL_S):
+            self._guarded(self._turn)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """What the file system refuses is handled where it happens. Anything else is a bug, or memory that ran out: a
+        store without upkeep would slowly stop evicting, so the thread goes on, and says it once."""
+        try:
+            work()
+        except Exception:
+            if not self._said:
+                logger.exception("lmcache_nvme_backend: upkeep of %s failed; it goes on", self._digest)
+            self._said = True
+
+    def _begin(self) -> None:
         self._count()
         if not self._ranked:
             self._rank()
         self._trim()
-        while not self._stopping.wait(UPKEEP_INTERVAL_S):
-            self._breaker.try_again()
-            if self._breaker.open:
-                continue
-            self._count()
-            self._flush(TOUCHES_PER_UPKEEP)
-            self._writer.settle()
-            self._writer.drop_written_pages()
-            self._restore()
-            self._trim()
-            if time.monotonic() - self._used_at > _USE_INTERVAL_S:
-                self._mark_use()
-            if time.monotonic() - self._ghosts_at > GHOSTS_INTERVAL_S:
-                self._write_ghosts()
-            if time.monotonic() - self._snapshot_at > SNAPSHOT_INTERVAL_S and self._index.mark() != self._snapshot_of:
-                self._write_snapshot(closed=False)
+
+    def _turn(self) -> None:
+        self._breaker.try_again()
+        if self._breaker.open:
+            return
+        self._count()
+        self._flush(TOUCHES_PER_UPKEEP)
+        self._writer.settle()
+        self._writer.drop_written_pages()
+        self._restore()
+        self._trim()
+        if time.monotonic() - self._used_at > _USE_INTERVAL_S:
+            self._mark_use()
+        if time.monotonic() - self._ghosts_at > GHOSTS_INTERVAL_S:
+            self._write_ghosts()
+        if time.monotonic() - self._snapshot_at > SNAPSHOT_INTERVAL_S and self._index.mark() != self._snapshot_of:
+            self._write_snapshot(closed=False)
 
     def _count(self) -> None:
         """List the directory behind an index that came from a snapshot."""

@@ -177,3 +177,20 @@ def test_close_does_not_wait_for_a_disk_that_hangs(root, monkeypatch):
         free.set()
         store._upkeep._thread.join(10)
     assert not store._upkeep._thread.is_alive()
+
+
+def test_upkeep_outlives_what_nobody_thought_of(root, monkeypatch, caplog):
+    """An error that is no file system's is said once; the background thread goes on, and does its work afterwards."""
+    monkeypatch.setattr(upkeep, "UPKEEP_INTERVAL_S", 0.01)
+    with open_store(root) as store:
+        turns, gone = [], threading.Event()
+
+        def fail():
+            turns.append(1)
+            if len(turns) < 4:
+                raise MemoryError
+            gone.set()
+
+        monkeypatch.setattr(store._upkeep, "_restore", fail)
+        assert gone.wait(30)
+    assert [record.levelname for record in caplog.records if "upkeep of" in record.message] == ["ERROR"]
