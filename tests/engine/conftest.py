@@ -30,6 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
             item.add_marker(pytest.mark.slow)
+            if item.get_closest_marker("timeout") is None:
+                # A start of half a minute takes ten times as long where others have the cores.
+                item.add_marker(pytest.mark.timeout(900))
 
 
 def text(words: int, seed: int) -> str:
@@ -124,7 +127,7 @@ def start_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
             args=("--dtype", "float32", *args),
             env={"VLLM_SERVER_DEV_MODE": "1", **(env or {})},
             kv_transfer={**KV_TRANSFER, **(transfer or {})},
-            **{"max_model_len": 4096, "max_num_batched_tokens": 1024, **(spec or {})},
+            **{"max_model_len": 4096, "max_num_batched_tokens": 1024, "ready_timeout_s": 600, **(spec or {})},
         )
         engine = Engine(what)
         try:

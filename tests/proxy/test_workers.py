@@ -249,7 +249,7 @@ def test_wrong_setting_ends_the_start(tmp_path: Path) -> None:
     }
     command = proxy_command(tmp_path, config, free_port(), workers=1)
     done = subprocess.run(
-        command, env=proxy_environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        command, env=proxy_environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
     said = done.stdout + done.stderr
     assert done.returncode != 0
