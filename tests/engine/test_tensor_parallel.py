@@ -16,7 +16,7 @@ def test_each_rank_keeps_its_own_chunks_and_a_lost_one_is_recomputed(start_engin
         args=("--tensor-parallel-size", "2"),
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         top={"lookup_server_worker_ids": [0]},
-        spec={"max_model_len": 2048, "ready_timeout_s": 420},
+        spec={"max_model_len": 2048},
         staging_mib=64,
     ) as engine:
         cold = engine.ask(prompt)
