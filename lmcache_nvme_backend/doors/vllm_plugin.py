@@ -16,6 +16,7 @@ from typing import Any
 
 from lmcache_nvme_backend import metrics
 from lmcache_nvme_backend.doors import lmcache_compat, start
+from lmcache_nvme_backend.doors.native import settings as native
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import names_this_backend, parse_settings
 
@@ -38,6 +39,7 @@ def register() -> None:
     lmcache_compat.arm()
     if multiprocessing.parent_process() is not None:
         return
+    _register_native()
     try:
         config = configured()
         if config is None:
@@ -49,6 +51,24 @@ def register() -> None:
         if config is not None and start.wants_degrade(config.get("extra_config")):
             return  # the worker finds the same, says it and shows it in a metric
         raise SystemExit(start.describe(e)) from None
+
+
+def _register_native() -> None:
+    """The same for a command line that names vLLM's own offloading through this package.
+
+    Raises:
+        SystemExit: the settings cannot work.
+    """
+    transfer = _transfer_config()
+    if not native.names_this_door(transfer):
+        return
+    metrics.serve_children()
+    start.open_report()
+    try:
+        native.check_front(transfer)
+    except ConfigError as e:
+        if (transfer.get("kv_connector_extra_config") or {}).get("on_init_error") != "degrade":
+            raise SystemExit(start.describe(e)) from None
 
 
 def configured() -> dict[str, Any] | None:
@@ -108,16 +128,22 @@ def _from_variable(field: str, value: str) -> Any:
 
 def _from_command_line() -> dict[str, Any]:
     """``lmcache.*`` fields of ``--kv-transfer-config``'s extra config."""
+    extra = _transfer_config().get("kv_connector_extra_config") or {}
+    return {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
+
+
+def _transfer_config() -> dict[str, Any]:
+    """What the command line gives as ``--kv-transfer-config``; empty where there is none, or none that can be read."""
     for position, argument in enumerate(sys.argv):
         name, _, inline = argument.partition("=")
         if name.replace("_", "-") != "--kv-transfer-config":
             continue
         text = inline or (sys.argv[position + 1] if position + 1 < len(sys.argv) else "")
         try:
-            extra = json.loads(text).get("kv_connector_extra_config") or {}
-        except (json.JSONDecodeError, AttributeError):
+            found = json.loads(text)
+        except json.JSONDecodeError:
             return {}
-        return {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
+        return found if isinstance(found, dict) else {}
     return {}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,9 +9,7 @@ from typing import Any
 
 import msgspec
 
-from lmcache_nvme_backend.errors import ConfigError
-
-logger = logging.getLogger("vllm.lmcache_nvme_backend")
+from lmcache_nvme_backend.doors.native.settings import check_connector
 
 
 class EngineView(msgspec.Struct):
@@ -42,9 +39,6 @@ def current_engine() -> EngineView:
     """Raises `ConfigError` where another connector makes the spec."""
     view = _current.get()
     if view is None:
-        raise ConfigError(
-            "kv_connector", "another connector", "NvmeOffloadingConnector with NvmeOffloadingSpec",
-            'Set "kv_connector": "NvmeOffloadingConnector" and "kv_connector_module_path": "lmcache_nvme_backend" in '
-            "--kv-transfer-config: with vLLM's own, a load that fails ends the engine.",
-        )  # fmt: skip
+        check_connector(None)
+    assert view is not None
     return view

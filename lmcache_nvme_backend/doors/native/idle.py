@@ -1,4 +1,4 @@
-"""The two sides of a tier that could not be opened under ``on_init_error: degrade``: nothing is found, nothing stored."""
+"""The two sides of a tier that could not be opened, under ``on_init_error: degrade``: nothing is found or stored."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class NvmeOffloadingManager(OffloadingManager):
         return self._store.match((chunk,), again=True) == 1
 
     def end_lookup(self, req_context: ReqContext, computed_tokens: int, hit_tokens: int) -> None:
-        """A lookup has found that many tokens beyond those that the device holds: the use that the store learns from."""
+        """A lookup has found that many tokens beyond the device's own: the use that the store learns from."""
         prefix = _prefix_of(req_context)
         end = (computed_tokens + hit_tokens) // self._hash_tokens if hit_tokens else 0
         used = prefix.order.upto(prefix.hashes, end)

@@ -1,4 +1,4 @@
-"""One open store a process for each namespace: where the scheduler and the worker live in one process, they share it."""
+"""One open store a process for each namespace, which the scheduler and a worker in one process share."""
 
 from __future__ import annotations
 

@@ -16,31 +16,16 @@ from lmcache_nvme_backend.doors.native.idle import IdleManager, IdleWorker
 from lmcache_nvme_backend.doors.native.layout import group_layouts
 from lmcache_nvme_backend.doors.native.manager import NvmeOffloadingManager
 from lmcache_nvme_backend.doors.native.releases import check_release
+from lmcache_nvme_backend.doors.native.settings import check_policy, settings_of
 from lmcache_nvme_backend.doors.native.shared_store import shared
 from lmcache_nvme_backend.doors.native.staging import open_ring
 from lmcache_nvme_backend.doors.native.worker import NvmeOffloadingWorker
 from lmcache_nvme_backend.doors.store_opening import open_store
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.metrics import MetricsExporter
-from lmcache_nvme_backend.settings import NvmeSettings, parse_tier_settings, tier_names
-
-# Keys of the extra config that are vLLM's own.
-VLLM_KEYS = (
-    "spec_name",
-    "spec_module_path",
-    "block_size",
-    "blocks_per_chunk",
-    "offload_prompt_only",
-    "self_describing_kv_events",
-)
-WHERE = "kv_connector_extra_config in --kv-transfer-config"
+from lmcache_nvme_backend.settings import tier_names
 
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
-
-
-def settings_of(extra_config: Any) -> NvmeSettings:
-    """Raises `ConfigError`, with the names that the user wrote."""
-    return parse_tier_settings(extra_config, VLLM_KEYS, where=WHERE)
 
 
 class NvmeOffloadingSpec(OffloadingSpec):
@@ -60,9 +45,7 @@ class NvmeOffloadingSpec(OffloadingSpec):
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         self.groups = [self._group(group) for group in config.groups]
-        self._namespace = facts.namespace(
-            self.settings, config, self._engine.vllm_config, self._engine.kv_cache_config
-        )
+        self._namespace = facts.namespace(self.settings, config, self._engine.vllm_config, self._engine.kv_cache_config)
         if any(group.window is not None for group in self.groups) and self.settings.admission == "second-sight":
             raise ConfigError(
                 "admission", "second-sight with a hybrid model", "all, auto",
@@ -172,14 +155,7 @@ class NvmeOffloadingSpec(OffloadingSpec):
 
 
 def _check(vllm_config: Any, config: Any) -> None:
-    transfer = vllm_config.kv_transfer_config
-    policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))
-    if policy != "recompute":
-        raise ConfigError(
-            "kv_load_failure_policy", repr(policy), "recompute",
-            'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config: a chunk that cannot be read is then '
-            "computed again; with vLLM's default the request dies.",
-        )  # fmt: skip
+    check_policy(str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "recompute")))
     if getattr(config, "canonical_layout", False):
         raise ConfigError(
             "canonical_layout", "true", "false with NvmeOffloadingSpec",

@@ -8,7 +8,7 @@ from lmcache_nvme_backend.staging import StagingMemory, StagingRing
 
 
 def open_ring(settings: NvmeSettings, chunk_bytes: int, device: str) -> StagingRing:
-    """Slots for chunks of `chunk_bytes`. Raises `ConfigError` where two do not fit, or where the device cannot pin them.
+    """Slots for chunks of `chunk_bytes`. Raises `ConfigError` where two do not fit or the device cannot pin them.
 
     The settings in the messages have the names of `NvmeSettings`.
     """

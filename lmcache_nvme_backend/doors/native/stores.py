@@ -22,8 +22,8 @@ from lmcache_nvme_backend.doors.native.layout import ChunkBlocks, GroupLayout
 from lmcache_nvme_backend.staging import Slot, StagingRing
 from lmcache_nvme_backend.store import ChunkKey, ChunkStore, PutResult
 
-# A chunk waits this long for a slot, on a thread of its own. A drive that works gives one back in milliseconds; with one
-# that hangs, chunks are lost instead of keeping requests that were preempted from coming back.
+# A chunk waits this long for a slot, on a thread of its own. A drive that works gives one back in milliseconds; with
+# one that hangs, chunks are lost instead of keeping requests that were preempted from coming back.
 SLOT_WAIT_S = 5.0
 # How soon a job that was given up notices while it waits for a slot.
 ASK_AGAIN_S = 0.02
