@@ -3,9 +3,8 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 READY := $(VENV)/.setup-complete
-OVERLAYS := .cache/lmcache
-# The releases besides the installed one that the adaptations are tested against.
-OVERLAY_VERSIONS := 0.5.4 0.5.5
+# The releases of LMCache besides the installed one that the adaptations are tested against.
+LMCACHE_VERSIONS := 0.5.4 0.5.5
 PYTEST = $(VENV)/bin/python -m pytest
 # Two files at a time: starting an engine keeps little more than one core busy, and three of them fit into 24 GiB twice.
 BESIDE := -n 2 --dist loadfile --max-worker-restart 0
@@ -50,7 +49,7 @@ test-integration: $(READY) overlays
 test-engine: $(READY)
 	@$(PYTEST) $(BESIDE) tests/engine
 
-test-proxy: $(READY)
+test-proxy: $(READY) overlays
 	@$(PYTEST) tests/proxy
 
 # Every release of the matrix, some 130 MB each at the first run; `make test` takes two of them.
@@ -79,7 +78,9 @@ $(READY): pyproject.toml requirements/test-env.txt scripts/setup.py
 	@$(PYTHON) scripts/setup.py '$(VENV)'
 
 overlays: $(READY)
-	@$(VENV)/bin/python scripts/fetch_lmcache.py $(OVERLAYS) $(OVERLAY_VERSIONS)
+	@for version in $(LMCACHE_VERSIONS); do \
+		$(VENV)/bin/python scripts/fetch_release.py .cache/lmcache/$$version lmcache==$$version || exit 1; done
+	@$(VENV)/bin/python scripts/fetch_release.py .cache/litellm/1.110.2 litellm==1.110.2 semver==3.1.2
 
 clean:
 	rm -rf '$(VENV)' .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
