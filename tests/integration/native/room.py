@@ -2,7 +2,7 @@
 
 What is not there is a model: each step writes into the blocks it computes what is a function of all tokens before, so
 that every block that is read later can be checked against what it must hold. Runs in any release that this door
-serves; as a program it runs one scenario of `scenarios` and prints what that returned as JSON.
+serves; as a program it runs scenarios of `scenarios` and prints what they returned as JSON.
 """
 
 from __future__ import annotations
@@ -322,7 +322,14 @@ def _memory(caches: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    import vllm
+
     from tests.integration.native import scenarios
 
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    print(json.dumps(getattr(scenarios, name)(folder)), flush=True)
+    root, *names = sys.argv[1:]
+    answers: dict[str, Any] = {"vllm": vllm.__version__.partition("+")[0]}
+    for name in names:
+        folder = Path(root) / name
+        folder.mkdir()
+        answers[name] = getattr(scenarios, name)(folder)
+    print(json.dumps(answers), flush=True)
