@@ -12,9 +12,24 @@ from typing import Any
 __version__ = "0.1.0"
 
 # The class a user's configuration names -> the door that defines it.
-_DOORS = {"NvmeBackend": "lmcache_nvme_backend.doors.lmcache_backend"}
+_DOORS = {
+    "NvmeBackend": "lmcache_nvme_backend.doors.lmcache_backend",
+    "NvmeL2Adapter": "lmcache_nvme_backend.doors.mp.adapter",
+    "NvmeOffloadingConnector": "lmcache_nvme_backend.doors.native.connector",
+    "NvmeOffloadingSpec": "lmcache_nvme_backend.doors.native.spec",
+    "NvmeTier": "lmcache_nvme_backend.doors.tier.tier",
+    "CpuTieringOffloadingSpec": "lmcache_nvme_backend.doors.tier.cpu_spec",
+}
 
-__all__ = ["NvmeBackend", "__version__"]
+__all__ = [
+    "CpuTieringOffloadingSpec",
+    "NvmeBackend",
+    "NvmeL2Adapter",
+    "NvmeOffloadingConnector",
+    "NvmeOffloadingSpec",
+    "NvmeTier",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,14 @@
 """The tier's settings: one struct, parsed once from LMCache's ``extra_config``.
 
-Every setting is a key ``nvme.<name>`` there. ``configs/examples/lmcache-nvme.yaml`` is the reference entry.
+Every setting is a key ``nvme.<name>`` there, and ``<name>`` in the dictionaries of the other doors.
+``configs/examples/lmcache-nvme.yaml`` is the reference entry.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +17,7 @@ import msgspec
 from lmcache_nvme_backend.errors import ConfigError
 
 PREFIX = "nvme."
+ROOT_DIR = "root_dir"  # what tiers' dictionaries call the path
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -76,6 +79,41 @@ def parse_settings(extra_config: Mapping[str, Any] | None) -> NvmeSettings:
         ConfigError: an unknown ``nvme.*`` key (with the nearest known one), a missing or malformed value.
     """
     given = {k[len(PREFIX) :]: v for k, v in (extra_config or {}).items() if str(k).startswith(PREFIX)}
+    return _settings(given, "extra_config in the LMCache configuration")
+
+
+def parse_tier_settings(
+    config: Mapping[str, Any], others: Collection[str] = (), *, where: str, **defaults: Any
+) -> NvmeSettings:
+    """Settings from a dictionary of one tier, as vLLM's and LMCache's server's configurations have it: the same names
+    without the prefix, and ``root_dir`` for the path.
+
+    Args:
+        others: keys of the dictionary that are not this tier's.
+        where: the dictionary's name, for messages.
+        defaults: of this door, where they are not those of `NvmeSettings`.
+
+    Raises:
+        ConfigError: an unknown key, a missing or malformed value; names are those of the dictionary.
+    """
+    given = {("path" if k == ROOT_DIR else k): v for k, v in config.items() if k not in others}
+    with tier_names():
+        if "path" in config:
+            raise ConfigError(PREFIX + "path", "under the name 'path'", ROOT_DIR, f"Rename it to {ROOT_DIR}.")
+        return _settings({**defaults, **given}, where)
+
+
+@contextmanager
+def tier_names() -> Iterator[None]:
+    """Inside, a `ConfigError` comes out with the names that a tier's dictionary has for the settings."""
+    try:
+        yield
+    except ConfigError as e:
+        texts = (e.setting, e.found, e.allowed, e.todo)
+        raise ConfigError(*(t.replace(PREFIX + "path", ROOT_DIR).replace(PREFIX, "") for t in texts)) from e.__cause__
+
+
+def _settings(given: dict[str, Any], where: str) -> NvmeSettings:
     # YAML and environment variables write on and off as booleans.
     for name in ("direct_io", "self_test"):
         if isinstance(given.get(name), bool):
@@ -85,14 +123,14 @@ def parse_settings(extra_config: Mapping[str, Any] | None) -> NvmeSettings:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {PREFIX}{near[0]}?" if near else "Remove it."
-            raise ConfigError(PREFIX + name, "an unknown setting", ", ".join(PREFIX + k for k in known), hint)
+            raise ConfigError(f"{PREFIX}{name}", "an unknown setting", ", ".join(PREFIX + k for k in known), hint)
     for name in _REQUIRED:
         if given.get(name) in (None, ""):
             raise ConfigError(
                 PREFIX + name,
                 "nothing",
                 "an absolute directory" if name == "path" else "a size in GiB above 0",
-                f"Set {PREFIX}{name} under extra_config in the LMCache configuration.",
+                f"Set {PREFIX}{name} under {where}.",
             )
     for name, value in given.items():
         try:

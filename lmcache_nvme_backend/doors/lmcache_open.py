@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from lmcache_nvme_backend.doors import refusals, vllm_plugin
-from lmcache_nvme_backend.doors.identity import model_name, namespace_facts, random_seed_warning
+from lmcache_nvme_backend.doors import refusals, store_opening, vllm_plugin
+from lmcache_nvme_backend.doors.identity import namespace_facts, random_seed_warning
 from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, device_memory, size_of
+from lmcache_nvme_backend.doors.vllm_facts import model_name
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import NvmeSettings
 from lmcache_nvme_backend.staging import StagingRing
-from lmcache_nvme_backend.store import ChunkStore, Namespace, StoreSettings
-from lmcache_nvme_backend.store.format import BLOCK, blocks_of
-from lmcache_nvme_backend.store.write_budget import BURST
+from lmcache_nvme_backend.store import ChunkStore, Namespace
 
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
@@ -63,42 +60,17 @@ def open_ring(settings: NvmeSettings, chunk_bytes: int, device: str, opened: Ope
 
 def open_store(s: NvmeSettings, config: Any, metadata: Any, vllm_config: Any | None, opened: Opened) -> ChunkStore:
     """The store of this rank's namespace; what is odd about it goes to the log. Raises `ConfigError`."""
-    _check_budget(s, size_of(metadata.get_shapes(metadata.chunk_size), metadata.get_dtypes()))
     namespace = Namespace(
-        namespace_facts(s, config, metadata, vllm_config), {"model_name": model_name(metadata, vllm_config)}
+        namespace_facts(s, config, metadata, vllm_config), {"model_name": model_name(metadata.model_name, vllm_config)}
     )
-    sixteen_bit = all(dtype.itemsize == 2 for dtype in metadata.get_dtypes())
-    store = ChunkStore.open(
-        Path(s.path),
+    store = store_opening.open_store(
+        s,
         namespace,
-        StoreSettings(
-            quota_bytes=s.quota_bytes,
-            direct_io=s.direct_io,
-            fsync=s.fsync,
-            codec="zstd-split" if s.codec == "zstd" and sixteen_bit else s.codec,
-            lock_wait_s=s.lock_wait_s,
-            # What `auto` has learned differs a little from rank to rank, and a chunk is of use only where all ranks
-            # have it.
-            admission="all" if s.admission == "auto" and metadata.world_size > 1 else s.admission,
-            write_budget_bytes_per_day=s.write_budget_bytes_per_day,
-        ),
+        chunk_bytes=size_of(metadata.get_shapes(metadata.chunk_size), metadata.get_dtypes()),
+        item_sizes=[dtype.itemsize for dtype in metadata.get_dtypes()],
+        ranks=metadata.world_size,
     )
     opened.append(store.close)
-    warnings = list(store.warnings)
     if seed := random_seed_warning(config):
-        warnings.append(seed)
-    for warning in warnings:
-        logger.warning("lmcache_nvme_backend: %s", warning)
+        logger.warning("lmcache_nvme_backend: %s", seed)
     return store
-
-
-def _check_budget(s: NvmeSettings, chunk_bytes: int) -> None:
-    """A budget of which no chunk can ever be had would store nothing, without a word."""
-    least = BURST * blocks_of(chunk_bytes) * BLOCK
-    if s.write_budget_gib_per_day > 0 and s.write_budget_bytes_per_day < least:
-        raise ConfigError(
-            "nvme.write_budget_gib_per_day",
-            f"{s.write_budget_gib_per_day:g} GiB with chunks of {chunk_bytes / 2**20:.1f} MiB",
-            f"0 for none, or {BURST} chunks at least: a {BURST}th part may come at once",
-            f"Set it to {math.ceil(least / 2**30 * 1000) / 1000:g} or more.",
-        )

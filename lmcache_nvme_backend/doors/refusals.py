@@ -71,15 +71,24 @@ def check_vllm(vllm_config: Any) -> None:
             "use_native", "true in kv_connector_extra_config", "false with lmcache_nvme_backend",
             "vLLM's own copy of LMCache's adapter does not pass on what keeps LoRA adapters and cache_salts apart.",
         )  # fmt: skip
-    if getattr(vllm_config, "weight_transfer_config", None) is not None:
-        raise ConfigError(
-            "weight_transfer_config", "a configuration", "none with lmcache_nvme_backend",
-            "Weights that change while the engine runs would be served the KV of the old ones.",
-        )  # fmt: skip
     if getattr(vllm_config.model_config, "is_multimodal_model", False) and _short_image_hashes():
         raise ConfigError(
             "lmcache", "a release that keeps 16 bits of an image's identity in its keys, with a multimodal model",
             "0.5.5 or later for multimodal models", "Upgrade LMCache: two images could be taken for one.",
+        )  # fmt: skip
+    check_model(vllm_config)
+
+
+def check_model(vllm_config: Any) -> None:
+    """Refuse what no door can serve: KV that is not a function of weights that stand still and of token ids.
+
+    Raises:
+        ConfigError: naming the first such setting.
+    """
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise ConfigError(
+            "weight_transfer_config", "a configuration", "none with lmcache_nvme_backend",
+            "Weights that change while the engine runs would be served the KV of the old ones.",
         )  # fmt: skip
     if getattr(vllm_config.model_config, "enable_prompt_embeds", False):
         raise ConfigError(

@@ -1,9 +1,11 @@
 """Settings: what is accepted, and the one clear error for what is not."""
 
+from typing import Any
+
 import pytest
 
 from lmcache_nvme_backend.errors import ConfigError
-from lmcache_nvme_backend.settings import NvmeSettings, names_this_backend, parse_settings
+from lmcache_nvme_backend.settings import NvmeSettings, names_this_backend, parse_settings, parse_tier_settings
 
 GOOD = {"nvme.path": "/mnt/kv", "nvme.quota_gib": 64}
 
@@ -90,3 +92,33 @@ def test_only_an_active_plugin_counts_as_named():
     assert not names_this_backend(extra, [])
     assert not names_this_backend(extra, ["other"])
     assert not names_this_backend(None, None)
+
+
+# --- the dictionaries of the other doors
+
+
+def test_tier_dictionary_has_the_same_settings_without_the_prefix() -> None:
+    """What a door needs for itself is left out, its defaults give way to what is given."""
+    config = {"type": "NvmeTier", "root_dir": "/mnt/kv", "quota_gib": 4, "direct_io": True, "codec": "zstd"}
+    settings = parse_tier_settings(config, ("type",), where="the tier", staging_mib=1, codec="none")
+    assert (settings.path, settings.quota_gib, settings.direct_io) == ("/mnt/kv", 4, "on")
+    assert (settings.staging_mib, settings.codec) == (1, "zstd")
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "todo"),
+    [
+        ({"quota_gib": 4}, "root_dir", "Set root_dir under the tier."),
+        ({"root_dir": "/mnt"}, "quota_gib", "Set quota_gib under the tier."),
+        ({"root_dir": "mnt", "quota_gib": 4}, "root_dir", "Write the path from the root."),
+        ({"root_dir": "/mnt", "quota_gib": 4, "quota_gb": 4}, "quota_gb", "Did you mean quota_gib?"),
+        ({"path": "/mnt", "quota_gib": 4}, "root_dir", "Rename it to root_dir."),
+        ({"root_dir": "/mnt", "quota_gib": 0.1}, "quota_gib", "Raise quota_gib or lower staging_mib."),
+    ],
+)
+def test_tier_dictionary_error_has_its_names(config: dict[str, Any], setting: str, todo: str) -> None:
+    """A message never sends a person to a key that the dictionary does not have."""
+    with pytest.raises(ConfigError) as caught:
+        parse_tier_settings(config, where="the tier")
+    assert (caught.value.setting, caught.value.todo) == (setting, todo)
+    assert "nvme." not in str(caught.value)
