@@ -2,8 +2,8 @@
 
     python -m tests.faults.neighbours --kills 100
 
-Each process stores, loads and removes the same prefixes under a quota that holds a third of them; what one of them loads
-was stored by any. Before each kill a victim is stopped where it is to die while the others go on. Afterwards all rest,
+Each process stores, loads and removes the same prefixes under a quota that holds a third of them; what one of them
+loads was stored by any. Before each kill a victim is stopped where it is to die while the others go on. Afterwards all rest,
 and each survivor is asked for every prefix: it has to load what lies on the disk, whoever stored it and whether or not
 that one lives, with the right bytes, without having been told; the killed one's place is taken by a new process. The
 disk is weighed all along. Prints what happened; the exit status is 1 where anything was wrong.
@@ -209,7 +209,7 @@ class Neighbourhood:
                 self.total["wrong"] += not right
                 self.total["promised_too_much"] += promised > loaded
                 if loaded != wanted[number]:
-                    raise Broken("other", f"{loaded} chunks of prefix {number} load, {promised} were promised, {wanted[number]} lie there; process {self._processes.index(process)} {self.total}")
+                    raise Broken("other", f"{loaded} chunks of prefix {number} load where {wanted[number]} lie")
 
     def end(self) -> None:
         for process in self._processes:

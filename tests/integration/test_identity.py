@@ -149,8 +149,7 @@ def test_what_one_run_stored_is_a_miss_to_a_run_that_differs_in_one_fact(start, 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_data_parallel_ranks_of_one_model_share_and_its_tensor_parallel_ranks_do_not(run, rank):
-    """What an engine alone stored, every data-parallel rank's worker of the same place finds: vLLM's own ranks, LMCache's
-    own metadata."""
+    """What an engine alone stored, each data-parallel rank finds: vLLM's own configuration, LMCache's own metadata."""
     alone = namespace_of(run.vllm_config(), rank)
     ranks = [
         namespace_of(
@@ -163,7 +162,7 @@ def test_data_parallel_ranks_of_one_model_share_and_its_tensor_parallel_ranks_do
 
 
 def namespace_of(vllm_config: VllmConfig, rank: int) -> str:
-    """The namespace's digest, as a worker of this rank among those of its own engine makes it; so vLLM numbers its workers."""
+    """The namespace's digest for a worker of this rank; vLLM counts ranks within each data-parallel engine."""
     vllm_config.parallel_config.rank = rank
     metadata, config = create_lmcache_metadata(vllm_config)
     settings = parse_settings({"nvme.path": "/x", "nvme.quota_gib": 1})
