@@ -3,10 +3,10 @@
     python -m tests.faults.neighbours --kills 100
 
 Each process stores, loads and removes the same prefixes under a quota that holds a third of them; what one of them
-loads was stored by any. Before each kill a victim is stopped where it is to die while the others go on. Afterwards all rest,
-and each survivor is asked for every prefix: it has to load what lies on the disk, whoever stored it and whether or not
-that one lives, with the right bytes, without having been told; the killed one's place is taken by a new process. The
-disk is weighed all along. Prints what happened; the exit status is 1 where anything was wrong.
+loads was stored by any. Before each kill a victim is stopped where it is to die while the others go on. Afterwards
+all rest, and each survivor is asked for every prefix: it has to load what lies on the disk, whoever stored it and
+whether or not that one lives, with the right bytes, without having been told; the killed one's place is taken by a
+new process. The disk is weighed all along. Prints what happened; the exit status is 1 where anything was wrong.
 """
 
 from __future__ import annotations

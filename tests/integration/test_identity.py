@@ -152,9 +152,7 @@ def test_data_parallel_ranks_of_one_model_share_and_its_tensor_parallel_ranks_do
     """What an engine alone stored, each data-parallel rank finds: vLLM's own configuration, LMCache's own metadata."""
     alone = namespace_of(run.vllm_config(), rank)
     ranks = [
-        namespace_of(
-            run.vllm_config(data_parallel_size=2, data_parallel_rank=dp, data_parallel_rank_local=dp), rank
-        )
+        namespace_of(run.vllm_config(data_parallel_size=2, data_parallel_rank=dp, data_parallel_rank_local=dp), rank)
         for dp in (0, 1)
     ]
     assert alone == ranks[0] == ranks[1]
