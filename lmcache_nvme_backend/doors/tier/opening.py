@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +21,8 @@ from lmcache_nvme_backend.doors.tier.requests import SCHEDULER, note_requests
 from lmcache_nvme_backend.doors.vllm_facts import Fact, model_identity, model_name, vllm_facts
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import NvmeSettings, parse_tier_settings, tier_names
-from lmcache_nvme_backend.store import ChunkStore, Namespace, digest_fields
+from lmcache_nvme_backend.store import ChunkStore, Namespace, StoreSettings, digest_fields
+from lmcache_nvme_backend.store.opening import check_root
 
 WHERE: Final = "the NvmeTier entry of secondary_tiers"
 # Keys of a tier's dictionary that are vLLM's.
@@ -49,6 +51,13 @@ def parse(config: Mapping[str, Any]) -> NvmeSettings:
                 f"Remove it: {WHERE} has no memory of its own, vLLM's is its staging.",
             )
     return parse_tier_settings(config, _VLLMS, where=WHERE, staging_mib=1)
+
+
+def check_entry(config: Mapping[str, Any]) -> None:
+    """What can be known of a tier's dictionary without an engine. Raises `ConfigError`."""
+    settings = parse(config)
+    with tier_names():
+        check_root(Path(settings.path), StoreSettings(settings.quota_bytes))
 
 
 def surrounding_engine() -> Engine:
