@@ -75,6 +75,7 @@ class NvmeTier(SecondaryTierManager):
         self._store: ChunkStore | None = None
         self._rank = int(offloading_spec.config.parallel.data_parallel_index)
         self._metrics: MetricsExporter | None = None
+        self._not_done: list[JobResult] = []  # jobs of a degraded tier
         try:
             self._open(config)
         except Exception as e:
@@ -181,18 +182,24 @@ class NvmeTier(SecondaryTierManager):
     # --- transfers
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self.transfers.store(*self._job(job_metadata))
+        if self._store is None:
+            self._not_done.append(JobResult(job_id=job_metadata.job_id, success=False))
+        else:
+            self.transfers.store(*self._job(job_metadata))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self.transfers.load(*self._job(job_metadata))
+        if self._store is None:
+            self._not_done.append(JobResult(job_id=job_metadata.job_id, success=False))
+        else:
+            self.transfers.load(*self._job(job_metadata))
 
     def _job(self, job: TransferJob) -> tuple[int, str, RequestPrefix, Collection[OffloadKey], Iterable[int]]:
         rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids  # its name up to 0.29
         return job.job_id, job.req_context.req_id, self._prefix(job.req_context), job.keys, rows
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        results = []
-        for outcome in self.transfers.finished():
+        results, self._not_done = self._not_done, []
+        for outcome in self.transfers.finished() if self._store is not None else ():
             if outcome.is_load and not outcome.success:
                 loaded = set(outcome.done)
                 self.lookups.failed(outcome.request_id, [key for key in outcome.keys if key not in loaded])
