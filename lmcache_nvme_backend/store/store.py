@@ -229,6 +229,15 @@ class ChunkStore:
         self._watcher.follow((key,))
         return self._index.use(key, pin)
 
+    def known(self, key: ChunkKey, *, look: bool = False) -> bool:
+        """Whether a chunk is present, without a use of it. From memory alone, so that it never waits for the disk;
+        `look`: also where another store has put it, which may wait."""
+        if self._closed or self._breaker.open:
+            return False
+        if look and key not in self._index:
+            self._watcher.follow((key,))
+        return key in self._index
+
     def pin(self, key: ChunkKey) -> bool:
         """Protect a present chunk from eviction by this store until as many `unpin`. False where it is not present."""
         return not self._closed and not self._breaker.open and self._index.pin(key)
