@@ -15,6 +15,7 @@ from typing import Any
 
 from lmcache_nvme_backend import metrics
 from lmcache_nvme_backend.doors import command_line, lmcache_compat, start
+from lmcache_nvme_backend.doors.mp import engine_mark
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import names_this_backend, parse_settings
 
@@ -35,6 +36,7 @@ def register() -> None:
     global _registered
     _registered = True
     lmcache_compat.arm()
+    engine_mark.arm()
     if multiprocessing.parent_process() is not None:
         return
     config = None
