@@ -80,6 +80,10 @@ class PrefixOrder:
         """Whether there is anything but full attention, so that the namespace needs `ORDER`."""
         return bool(self._windowed)
 
+    def whole(self, boundary: int) -> int:
+        """The last boundary up to this one at which chunks of all groups end."""
+        return boundary // self._step * self._step
+
     def place(self, hashes: Sequence[bytes], end: int, number: int) -> Place:
         """Where the chunk of group `number` stands that ends at boundary `end`, 1 to len(hashes).
 
@@ -129,12 +133,12 @@ class PrefixOrder:
 
         `present` is asked from the head on, and about windows from the tail on.
         """
-        end = len(hashes) // self._step * self._step
+        end = self.whole(len(hashes))
         for group in self._full:
             at = group.hashes
             while at <= end and present(self._key_of(hashes[at - 1], group.number)):
                 at += group.hashes
-            end = min(end, at - group.hashes) // self._step * self._step
+            end = self.whole(min(end, at - group.hashes))
         while end > 0:
             if all(present(key) for key in self._windows(hashes, end)):
                 return end
