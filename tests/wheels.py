@@ -58,6 +58,7 @@ def upstream_tests(version: str) -> Path:
                 with tarfile.open(archive) as tar:
                     wanted = (
                         f"{root}/tests/v1/kv_connector/",
+                        f"{root}/tests/v1/kv_offload/",
                         f"{root}/tests/v1/__init__.py",
                         f"{root}/tests/__init__.py",
                     )
