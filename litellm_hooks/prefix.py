@@ -173,7 +173,9 @@ class SessionMemory:
             ends.append(end)
         self.reused += known
         self.hashed += len(messages) - known
-        self._remember(name, _Trail(prints, keys, ends, *_settle(messages, end - head, sure, running)))
+        # The first turn of a session is seen once, and nothing of it is known: what costs it time must wait.
+        settled = _settle(messages, end - head, sure, running) if trail is not None else (0, xxhash.xxh3_64())
+        self._remember(name, _Trail(prints, keys, ends, *settled))
         return keys.tolist(), ends.tolist()
 
     def _remember(self, name: tuple[int, int], trail: _Trail) -> None:

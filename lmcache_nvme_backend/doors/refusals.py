@@ -52,13 +52,8 @@ def _short_image_hashes() -> bool:
     return hasattr(utils, "hex_hash_to_int16")
 
 
-def check_vllm(vllm_config: Any) -> None:
-    """Refuse vLLM settings under which KV would be wrong or requests would die.
-
-    Raises:
-        ConfigError: naming the first such setting.
-    """
-    transfer = vllm_config.kv_transfer_config
+def check_failure_policy(transfer: Any) -> None:
+    """Raises `ConfigError` where a load that failed would end its request."""
     policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))
     if policy != "recompute":
         raise ConfigError(
@@ -66,6 +61,16 @@ def check_vllm(vllm_config: Any) -> None:
             'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config: a chunk that cannot be read is then '
             "computed again; with vLLM's default the request dies.",
         )  # fmt: skip
+
+
+def check_vllm(vllm_config: Any) -> None:
+    """Refuse vLLM settings under which KV would be wrong or requests would die.
+
+    Raises:
+        ConfigError: naming the first such setting.
+    """
+    transfer = vllm_config.kv_transfer_config
+    check_failure_policy(transfer)
     if (getattr(transfer, "kv_connector_extra_config", None) or {}).get("use_native"):
         raise ConfigError(
             "use_native", "true in kv_connector_extra_config", "false with lmcache_nvme_backend",

@@ -15,6 +15,8 @@ from typing import Any
 
 from lmcache_nvme_backend import metrics
 from lmcache_nvme_backend.doors import command_line, lmcache_compat, start
+from lmcache_nvme_backend.doors.mp import engine_mark
+from lmcache_nvme_backend.doors.native import settings as native
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import names_this_backend, parse_settings
 
@@ -35,8 +37,10 @@ def register() -> None:
     global _registered
     _registered = True
     lmcache_compat.arm()
+    engine_mark.arm()
     if multiprocessing.parent_process() is not None:
         return
+    _register_native()
     config = None
     try:
         config = configured()
@@ -53,6 +57,24 @@ def register() -> None:
         if config is not None and start.wants_degrade(config.get("extra_config")):
             return  # the worker finds the same, says it and shows it in a metric
         raise SystemExit(start.describe(e)) from None
+
+
+def _register_native() -> None:
+    """The same for a command line that names vLLM's own offloading through this package.
+
+    Raises:
+        SystemExit: the settings cannot work.
+    """
+    transfer = command_line.transfer_config()
+    if not native.names_this_door(transfer):
+        return
+    metrics.serve_children()
+    start.open_report()
+    try:
+        native.check_front(transfer)
+    except ConfigError as e:
+        if (transfer.get("kv_connector_extra_config") or {}).get("on_init_error") != "degrade":
+            raise SystemExit(start.describe(e)) from None
 
 
 def configured() -> dict[str, Any] | None:

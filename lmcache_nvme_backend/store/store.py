@@ -136,6 +136,8 @@ class ChunkStore:
             osio.make_dir_in_place_of_file(self._directory)
             self._census.begin(ledger)
             probe_path, description_path = self._session.temporary(), self._session.temporary()
+        if self._census.unlisted:
+            self._watcher.doubt()
         try:
             write_description(self._directory, namespace, description_path)
         except OSError as error:

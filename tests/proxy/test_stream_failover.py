@@ -1,4 +1,7 @@
-"""A replica dies while it prefills for a stream: vLLM has sent its headers by then, and no word of the answer."""
+"""A replica dies while it prefills for a stream: vLLM has sent its headers by then, and no word of the answer.
+
+In the installed LiteLLM, and in the newest one that starts over its companions.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,32 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
+from tests.overlays import LITELLM, litellm_overlay
+
 from .conftest import KEY, ModelServer, Proxy, example, model_servers, running_proxy, session, wait_for
 
+Rig = tuple[Proxy, list[ModelServer]]
 
-@pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, list[ModelServer]]]:
+
+@pytest.fixture(scope="module", params=["installed", LITELLM[0]])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    overlay = None if request.param == "installed" else litellm_overlay()
     folder = tmp_path_factory.mktemp("streams")
     with ExitStack() as stack:
         servers = stack.enter_context(model_servers(folder, ["s1", "s2"]))
-        yield stack.enter_context(running_proxy(folder, example("coder", servers))), servers
+        config = example("coder", servers)
+        yield stack.enter_context(running_proxy(folder, config, overlay=overlay)), servers
+
+
+def test_turns_stay(rig: Rig) -> None:
+    """Every turn of a session goes to the replica of its first, and both replicas get sessions."""
+    proxy, _ = rig
+    homes = {
+        number: {proxy.ask(session(number, turns, 500)).headers["x-kv-replica"] for turns in (1, 3, 5)}
+        for number in range(8)
+    }
+    assert all(len(home) == 1 for home in homes.values())
+    assert set.union(*homes.values()) == {"coder-1", "coder-2"}
 
 
 BODIES = {
@@ -30,7 +50,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_replica_that_dies_in_prefill_costs_a_stream_nothing(rig: tuple[Proxy, list[ModelServer]], path: str) -> None:
+def test_replica_that_dies_in_prefill_costs_a_stream_nothing(rig: Rig, path: str) -> None:
     """The stream's first word comes from the other replica, and the client sees no error."""
     proxy, servers = rig
 

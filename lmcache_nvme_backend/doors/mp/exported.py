@@ -1,0 +1,105 @@
+"""The adapters' numbers, on the ``/metrics`` that LMCache's server serves: the process's own Prometheus registry."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from lmcache_nvme_backend.metrics import METRICS, Metric
+
+if TYPE_CHECKING:
+    from lmcache_nvme_backend.doors.mp.adapter import NvmeL2Adapter
+    from lmcache_nvme_backend.doors.mp.spaces import Space
+
+_adapters: list[NvmeL2Adapter] = []
+_lock = threading.Lock()
+
+REFUSED = Metric("kvtier_chunks_refused_total", "counter", "Chunks of unproven origin, by cause", "cause")
+_FAMILIES = {metric.name: metric for metric in (*METRICS, REFUSED)}
+
+
+def add(adapter: NvmeL2Adapter) -> None:
+    """Export an adapter's numbers from now on."""
+    with _lock:
+        _adapters.append(adapter)
+        if len(_adapters) == 1:
+            REGISTRY.register(_collector)
+
+
+def remove(adapter: NvmeL2Adapter) -> None:
+    with _lock:
+        if adapter in _adapters:
+            _adapters.remove(adapter)
+            if not _adapters:
+                REGISTRY.unregister(_collector)
+
+
+class _Collector:
+    """One family a metric, with a series for each adapter's root and, where it is the model's, each model."""
+
+    def describe(self) -> list[Any]:
+        """Nothing: the registry would otherwise collect to find out, before there is anything to say."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        with _lock:
+            adapters = list(_adapters)
+        families: dict[str, Any] = {}
+        for adapter in adapters:
+            root = adapter.settings.tier.path
+            spaces = adapter.spaces.all()
+            for name, value in _root_values(adapter, spaces).items():
+                _add(families, name, {"root": root}, value)
+            for space in spaces:
+                for name, value in _space_values(space).items():
+                    _add(families, name, {"root": root, "model": space.model}, value)
+        yield from families.values()
+
+
+_collector = _Collector()
+
+
+def _add(families: dict[str, Any], name: str, labels: dict[str, str], value: Any) -> None:
+    metric = _FAMILIES[name]
+    if name not in families:
+        names = [*labels, metric.label] if metric.label else [*labels]
+        kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        families[name] = kind(name.removesuffix("_total"), metric.help, labels=names)
+    for label, number in value.items() if isinstance(value, dict) else [("", value)]:
+        values = [*labels.values(), label] if metric.label else [*labels.values()]
+        families[name].add_metric(values, float(number))
+
+
+def _root_values(adapter: NvmeL2Adapter, spaces: list[Space]) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "kvtier_quota_bytes": adapter.settings.tier.quota_bytes,
+        "kvtier_degraded": bool(adapter.degraded) or bool(adapter.spaces.refused()),
+        "kvtier_breaker_open": any(space.store.stands_aside for space in spaces),
+        "kvtier_chunks_refused_total": {"unproven model": 0, **adapter.spaces.unproven.snapshot()},
+    }
+    if spaces:
+        values["kvtier_used_bytes"] = spaces[0].store.usage().used_bytes
+    return values
+
+
+def _space_values(space: Space) -> dict[str, Any]:
+    stats, lookups = space.store.stats, space.lookups.snapshot()
+    return {
+        "kvtier_chunks_hit_total": lookups.get("hit", 0),
+        "kvtier_chunks_missed_total": lookups.get("missed", 0),
+        "kvtier_chunks_loaded_total": stats.hits,
+        "kvtier_chunks_load_failed_total": {"absent": 0, **space.failed.snapshot()},
+        "kvtier_chunks_stored_total": stats.stores,
+        "kvtier_chunks_dropped_total": {"quota": 0, **space.dropped.snapshot()},
+        "kvtier_chunks_corrupt_total": sum(stats.corrupt.values()),
+        "kvtier_chunks_evicted_total": stats.evictions,
+        "kvtier_snapshots_ignored_total": stats.snapshots_ignored,
+        "kvtier_bytes_read_total": stats.bytes_read,
+        "kvtier_bytes_written_total": stats.bytes_written,
+        "kvtier_chunks": space.store.usage().namespace_chunks,
+        "kvtier_direct_io": space.store.direct_io,
+    }
