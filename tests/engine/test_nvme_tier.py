@@ -26,9 +26,9 @@ from .support import hybrid as hybrid_model
 from .test_acid_test import maps
 from .test_restart import DAMAGE
 
-LONG, FILLS = 1500, 9
+LONG, FILLS = 1500, 5
 HOST_MIB = 16  # 32 chunks of the dense model's 128 tokens
-QUOTA_GIB = 0.07
+QUOTA_GIB = 0.045
 DENSE = ("--dtype", "float32", "--num-gpu-blocks-override", "40")
 HYBRID = ("--dtype", "bfloat16")
 FIRST_STATE, GROUPS = 1, 4  # a Qwen3-Next of four layers: attention, and three groups of states
