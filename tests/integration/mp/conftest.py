@@ -20,7 +20,8 @@ from lmcache.v1.distributed import config as lmcache_config
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-SHAPE = (2, 3, 256, 32)  # K and V, layers, tokens, heads * head size: 96 KiB in 16 bits
+SHAPE = (2, 3, 256, 32)  # K and V, layers, tokens, heads * head size
+OBJECT_BYTES = 96 << 10  # of that shape, in 16 bits
 MODEL = "models/llama#kvtier-" + "ab" * 16
 
 
@@ -56,7 +57,8 @@ class Node:
         parser = argparse.ArgumentParser()
         lmcache_config.add_storage_manager_args(parser)
         arguments = ["--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU", "--l2-adapter", json.dumps(spec)]
-        self.manager: Any = StorageManager(lmcache_config.parse_args_to_config(parser.parse_args(arguments)))
+        parsed = parser.parse_args(arguments, argparse.Namespace(shm_name=""))  # its name is the process's: one each
+        self.manager: Any = StorageManager(lmcache_config.parse_args_to_config(parsed))
         self.adapter: Any = next(iter(self.manager._l2_adapters.values()))
         self._closed = False
 
@@ -107,6 +109,20 @@ class Node:
     def forget(self) -> None:
         """Empty L1, as a restart would."""
         self.manager._l1_manager.clear(force=True)
+
+    @property
+    def root(self) -> Path:
+        adapter = getattr(self.adapter, "inner_adapter", self.adapter)
+        return Path(adapter.settings.tier.path)
+
+    def chunks(self) -> list[Path]:
+        """Chunk files, heads first."""
+        return sorted(self.root.glob("v1/*/*/*.kv"), key=lambda path: int(path.name.split("-")[1], 16))
+
+    def count(self, what: str) -> int:
+        """A counter of all models together: of lookups, loads that failed, or stores that were dropped."""
+        spaces = self.adapter.spaces.all()
+        return sum(c.snapshot().get(what, 0) for space in spaces for c in (space.lookups, space.failed, space.dropped))
 
     def close(self) -> None:
         if not self._closed:
