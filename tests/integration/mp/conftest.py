@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -62,9 +63,15 @@ class Node:
         self.adapter: Any = next(iter(self.manager._l2_adapters.values()))
         self._closed = False
 
+    def reserve(self, what: Sequence[Any], desc: Any = None) -> dict[Any, Any]:
+        """Objects in L1 to be written."""
+        older = "mode" in inspect.signature(self.manager.reserve_write).parameters
+        found: dict[Any, Any] = self.manager.reserve_write(list(what), desc or layout(), *(["new"] if older else []))
+        return found
+
     def store(self, what: Sequence[Any], desc: Any = None) -> None:
         """Write the objects to L1, and wait until L2 has taken them."""
-        reserved = self.manager.reserve_write(list(what), desc or layout())
+        reserved = self.reserve(what, desc)
         assert len(reserved) == len(what)
         for key, obj in reserved.items():
             raw(obj)[:] = content(key, obj.get_size())
