@@ -61,7 +61,7 @@ class Remote:
         self._config, self.name = config, name
         self._lock = threading.Lock()
         self._adapter: Any = None
-        self._pending: dict[tuple[Kind, int], Future[Any]] = {}
+        self._pending: dict[tuple[Kind, int], tuple[Future[Any], int]] = {}  # with the number of its keys
         self._wake: Any = create_event_notifier()
         self._up = threading.Event()
         self._suspect = False
@@ -112,7 +112,7 @@ class Remote:
                 self._why = f"{type(e).__name__}: {e}"
                 self._suspect = True
                 return None
-            self._pending[kind, task] = future
+            self._pending[kind, task] = future, len(keys or (0,))
         if keys is not None:
             adapter = self._adapter
             future.add_done_callback(lambda done: _unlock(adapter, keys, done.result()))
@@ -160,13 +160,19 @@ class Remote:
         done: list[tuple[Future[Any], Any]] = []
         with self._lock:
             for task, stored in adapter.pop_completed_store_tasks().items():
-                if (future := self._pending.pop(("store", task), None)) is not None:
+                future, _ = self._pending.pop(("store", task), (None, 0))
+                if future is not None:
                     done.append((future, bool(stored.is_successful())))
-            for kind, task in list(self._pending):
-                if kind == "lookup" and (found := adapter.query_lookup_and_lock_result(task)) is not None:
-                    done.append((self._pending.pop((kind, task)), _bits(found)))
-                elif kind == "load" and (found := adapter.query_load_result(task)) is not None:
-                    done.append((self._pending.pop((kind, task)), _bits(found) == [True]))
+            for (kind, task), (future, count) in list(self._pending.items()):
+                found = None
+                if kind == "lookup":
+                    found = adapter.query_lookup_and_lock_result(task)
+                elif kind == "load":
+                    found = adapter.query_load_result(task)
+                if found is not None:
+                    del self._pending[kind, task]
+                    bits = _bits(found, count)
+                    done.append((future, bits if kind == "lookup" else bits == [True]))
         for future, result in done:
             future.set_result(result)
 
@@ -202,7 +208,7 @@ class Remote:
                 adapter.close()
             except Exception:
                 logger.exception("lmcache_nvme_backend: closing the store behind (%s)", self.name)
-            for (kind, _), future in pending.items():
+            for (kind, _), (future, _) in pending.items():
                 future.set_result([] if kind == "lookup" else False)
 
         closing = threading.Thread(target=end, name="kvtier-behind-close", daemon=True)
@@ -285,5 +291,6 @@ def _unlock(adapter: Any, keys: Sequence[Any], found: Sequence[bool]) -> None:
         logger.exception("lmcache_nvme_backend: unlocking in the store behind")
 
 
-def _bits(bitmap: Any) -> list[bool]:
-    return [bool(bitmap.test(i)) for i in range(len(bitmap))]
+def _bits(bitmap: Any, count: int) -> list[bool]:
+    set_bits = bitmap.get_indices_set()
+    return [i in set_bits for i in range(count)]
