@@ -3,16 +3,16 @@ VENV ?= .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 READY := $(VENV)/.setup-complete
-OVERLAYS := .cache/lmcache
-# The releases besides the installed one that the adaptations are tested against.
-OVERLAY_VERSIONS := 0.5.4 0.5.5
+# The releases of LMCache besides the installed one that the adaptations are tested against.
+LMCACHE_VERSIONS := 0.5.4 0.5.5
 PYTEST = $(VENV)/bin/python -m pytest
 # Two files at a time: starting an engine keeps little more than one core busy, and three of them fit into 24 GiB twice.
-BESIDE := -n 2 --dist loadfile --max-worker-restart 0
-# Quick ones first; a folder of tests/ that is not named here is not run.
-TESTS := $(addprefix tests/,unit faults integration patches proxy engine)
-# How often `make faults` kills a process, and how long its threads race, in seconds.
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Long ones first, so that both workers end together; a folder of tests/ that is not named here is not run.
+TESTS := $(addprefix tests/,engine proxy patches integration faults unit)
+# How often `make faults` kills a process, and one of four that share a namespace, and how long its threads race, in seconds.
 KILLS ?= 1000
+NEIGHBOURS ?= 100
 RACE ?= 60
 
 .DEFAULT_GOAL := help
@@ -50,7 +50,7 @@ test-integration: $(READY) overlays
 test-engine: $(READY)
 	@$(PYTEST) $(BESIDE) tests/engine
 
-test-proxy: $(READY)
+test-proxy: $(READY) overlays
 	@$(PYTEST) tests/proxy
 
 # Every release of the matrix, some 130 MB each at the first run; `make test` takes two of them.
@@ -60,6 +60,7 @@ test-patches: $(READY)
 # The short forms of these are part of `make test`; docs/reliability.md has the figures of the last long run.
 faults: $(READY)
 	@$(VENV)/bin/python -m tests.faults.campaign --kills $(KILLS)
+	@$(VENV)/bin/python -m tests.faults.neighbours --kills $(NEIGHBOURS)
 	@$(VENV)/bin/python -m tests.faults.stress --seconds $(RACE)
 	@$(VENV)/bin/python -m tests.faults.stress --seconds $(RACE) --codec zstd
 	@$(PYTEST) tests/faults
@@ -79,7 +80,9 @@ $(READY): pyproject.toml requirements/test-env.txt scripts/setup.py
 	@$(PYTHON) scripts/setup.py '$(VENV)'
 
 overlays: $(READY)
-	@$(VENV)/bin/python scripts/fetch_lmcache.py $(OVERLAYS) $(OVERLAY_VERSIONS)
+	@for version in $(LMCACHE_VERSIONS); do \
+		$(VENV)/bin/python scripts/fetch_release.py .cache/lmcache/$$version lmcache==$$version || exit 1; done
+	@$(VENV)/bin/python scripts/fetch_release.py .cache/litellm/1.110.2 litellm==1.110.2 semver==3.1.2
 
 clean:
 	rm -rf '$(VENV)' .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,8 +12,8 @@ from typing import Any
 
 from litellm.integrations.custom_logger import CustomLogger
 
-from litellm_hooks import metrics, seams, tenants
-from litellm_hooks.affinity import Affinity, Usage
+from litellm_hooks import metrics, seams, stream_failover, tenants
+from litellm_hooks.affinity import Affinity
 from litellm_hooks.calls import Call
 from litellm_hooks.decision_log import DecisionLog
 from litellm_hooks.eligibility import eligible, failed_in, metadata_of
@@ -22,6 +22,7 @@ from litellm_hooks.replica import Deployment, Replica, replica_of
 from litellm_hooks.replica_poll import ReplicaPoll
 from litellm_hooks.settings import Settings
 from litellm_hooks.shared_state import SharedState
+from litellm_hooks.usage import usage_of
 
 log = logging.getLogger("litellm_hooks")
 
@@ -60,6 +61,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         tenants.isolate(data, call_type, tenants.tenant_of(self.settings.isolate_by, user_api_key_dict))
         if self.settings.strip_billing_header:
             tenants.strip_billing(data)
+        stream_failover.add(data, self._router or seams.running_router())
         return data
 
     async def async_filter_deployments(
@@ -172,12 +174,25 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         """Sees a stream's first token and its end, also where the client goes away and no other hook fires."""
         call_id = str(request_data.get("litellm_call_id"))
         begun = done = False
+        attempts = 0
         try:
-            async for chunk in response:
-                if not begun:
-                    begun = True
-                    self.affinity.first_token(call_id)
-                yield chunk
+            while True:
+                try:
+                    async for chunk in response:
+                        if not begun:
+                            begun = True
+                            self.affinity.first_token(call_id)
+                        yield chunk
+                    break
+                except Exception as error:
+                    attempts += 1
+                    call = self.affinity.calls.get(call_id)
+                    if call is not None and call.deployment_id and not begun:
+                        self._attempt_failed(call, call.deployment_id, error)
+                    router = self._router or seams.running_router()
+                    response = None if begun else await stream_failover.again(request_data, router, attempts)
+                    if response is None:
+                        raise
             done = True
         finally:
             self.affinity.ended(call_id, aborted=not done)
@@ -200,9 +215,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
             call = self.affinity.calls.of(request_data)
             replica = self._replica_in(request_data)
             if call is not None and replica is not None:
-                text = str(exception).lower()
-                self.affinity.failed(call, replica.id, server_gone=any(sign in text for sign in _GONE))
-                self._write(event="failed", call=call.call_id, replica=replica.id, error=type(exception).__name__)
+                self._attempt_failed(call, replica.id, exception)
         except Exception as error:
             self._trouble("failure", error)
 
@@ -295,6 +308,11 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
 
     # Small things
 
+    def _attempt_failed(self, call: Call, deployment_id: str, error: Exception) -> None:
+        text = str(error).lower()
+        self.affinity.failed(call, deployment_id, server_gone=any(sign in text for sign in _GONE))
+        self._write(event="failed", call=call.call_id, replica=deployment_id, error=type(error).__name__)
+
     def _replica_in(self, kwargs: Mapping[str, Any]) -> Replica | None:
         """The replica a call was sent to, from what LiteLLM's router wrote into it."""
         info = kwargs.get("model_info")
@@ -369,24 +387,3 @@ def _is_raw_prompt(messages: Any, request: Mapping[str, Any]) -> bool:
     sent = request.get("proxy_server_request")
     body = sent.get("body") if isinstance(sent, Mapping) else None
     return "prompt" in request or (isinstance(body, Mapping) and "prompt" in body and "messages" not in body)
-
-
-def usage_of(response: Any) -> Usage | None:
-    """Prompt and cached tokens of an answer in any of LiteLLM's forms, None where there are none."""
-    usage = response.get("usage") if isinstance(response, Mapping) else getattr(response, "usage", None)
-    if usage is None:
-        return None
-
-    def field(holder: Any, *names: str) -> Any:
-        for name in names:
-            value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
-            if value is not None:
-                return value
-        return None
-
-    prompt = field(usage, "prompt_tokens", "input_tokens")
-    if not isinstance(prompt, int):
-        return None
-    details = field(usage, "prompt_tokens_details", "input_tokens_details")
-    cached = field(details, "cached_tokens") if details is not None else None
-    return Usage(prompt, cached if isinstance(cached, int) else None)

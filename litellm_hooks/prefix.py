@@ -34,6 +34,16 @@ CHUNK = 2048
 MAX_CHUNKS = 512
 
 
+UNSETTLED = 4
+"""Messages at the end of a request that the next one may have in another form."""
+
+SETTLED_MEAN = 2000
+"""Characters a message up to which many are recognised as one piece; longer ones are, each by its samples, sooner."""
+
+_settled_encoder = msgspec.json.Encoder()
+_NOT_PLAIN = (TypeError, ValueError, RecursionError, OverflowError)
+
+
 class Prefix(msgspec.Struct, frozen=True):
     """The chain of one request.
 
@@ -104,11 +114,14 @@ def _recognition(message: object) -> int:
 
 
 class _Trail(msgspec.Struct):
-    """What one session's last request looked like: recognition prints, chain keys and ends, message by message."""
+    """What one session's last request looked like: recognition prints, chain keys and ends, message by message; and
+    a running hash of the first `settled` messages as JSON."""
 
     prints: array[int]
     keys: array[int]
     ends: array[int]
+    settled: int
+    settled_hash: xxhash.xxh3_64
 
 
 class SessionMemory:
@@ -131,15 +144,19 @@ class SessionMemory:
 
     def chain(self, seed: int, head: int, messages: Sequence[object], root: int) -> tuple[list[int], list[int]]:
         """Keys and ends of `messages` after a head of `head` characters that hashed to `seed`."""
-        prints = array("Q", map(_recognition, messages))
-        name = (seed, prints[root])
+        name = (seed, _recognition(messages[root]))
         trail = self._trails.get(name)
+        running = _still_settled(messages, trail) if trail is not None else None
+        sure = trail.settled if trail is not None and running is not None else 0
+        prints = trail.prints[:sure] if trail is not None else array("Q")
+        prints.extend(map(_recognition, messages[sure:] if sure else messages))
         known = 0
         if trail is not None:
             limit = min(len(prints), len(trail.prints))
             if prints[:limit] == trail.prints[:limit]:
                 known = limit
             else:
+                known = sure
                 while prints[known] == trail.prints[known]:
                     known += 1
         keys = trail.keys[:known] if trail is not None else array("Q")
@@ -156,7 +173,9 @@ class SessionMemory:
             ends.append(end)
         self.reused += known
         self.hashed += len(messages) - known
-        self._remember(name, _Trail(prints, keys, ends))
+        # The first turn of a session is seen once, and nothing of it is known: what costs it time must wait.
+        settled = _settle(messages, end - head, sure, running) if trail is not None else (0, xxhash.xxh3_64())
+        self._remember(name, _Trail(prints, keys, ends, *settled))
         return keys.tolist(), ends.tolist()
 
     def _remember(self, name: tuple[int, int], trail: _Trail) -> None:
@@ -166,6 +185,36 @@ class SessionMemory:
         while self.messages > self.max_messages and len(self._trails) > 1:
             _, gone = self._trails.popitem(last=False)
             self.messages -= len(gone.keys)
+
+
+def _still_settled(messages: Sequence[object], trail: _Trail) -> xxhash.xxh3_64 | None:
+    """The hash of the trail's settled messages where the leading ones are those, else None.
+
+    One call of the JSON encoder for many small messages costs a tenth of looking at each.
+    """
+    if not 0 < trail.settled <= len(messages):
+        return None
+    try:
+        running = xxhash.xxh3_64(_settled_encoder.encode_lines(messages[: trail.settled]))
+    except _NOT_PLAIN:
+        return None
+    return running if running.intdigest() == trail.settled_hash.intdigest() else None
+
+
+def _settle(
+    messages: Sequence[object], size: int, sure: int, running: xxhash.xxh3_64 | None
+) -> tuple[int, xxhash.xxh3_64]:
+    """How many leading messages the next turn may recognise as one piece, and their hash; `running` is that of the
+    first `sure`. The last few are left out: clients mark them, for one turn only (`cache_control`)."""
+    count = len(messages) - UNSETTLED
+    if count < sure or size > SETTLED_MEAN * len(messages):
+        return 0, xxhash.xxh3_64()
+    running = running or xxhash.xxh3_64()
+    try:
+        running.update(_settled_encoder.encode_lines(messages[sure:count]))
+    except _NOT_PLAIN:
+        return 0, xxhash.xxh3_64()
+    return count, running
 
 
 def _pieces_of(message: object) -> list[Piece]:

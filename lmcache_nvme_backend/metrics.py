@@ -85,10 +85,11 @@ def serve_children() -> None:
 class MetricsExporter:
     """Exports ``read()`` from this process every ``EXPORT_INTERVAL_S`` seconds, until ``close``.
 
-    ``read`` answers the values by metric name: a number, or numbers by the metric's own label.
+    ``read`` answers the values by metric name: a number, or numbers by the metric's own label. ``part`` tells several
+    exporters of one rank in one process apart; their counters are added up.
     """
 
-    def __init__(self, read: Callable[[], Values], rank: int) -> None:
+    def __init__(self, read: Callable[[], Values], rank: int, part: str = "") -> None:
         self._read, self._rank = read, str(rank)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -101,8 +102,8 @@ class MetricsExporter:
         open_file: Any = mmap_dict.MmapedDict
         # The file's name is parsed as type_mode_id; an id of our own keeps it apart from prometheus_client's own files.
         self._files = {
-            "counter": open_file(f"{directory}/counter_kvtier-{os.getpid()}-{rank}.db"),
-            "gauge": open_file(f"{directory}/gauge_mostrecent_kvtier-{os.getpid()}-{rank}.db"),
+            "counter": open_file(f"{directory}/counter_kvtier-{os.getpid()}-{rank}{part}.db"),
+            "gauge": open_file(f"{directory}/gauge_mostrecent_kvtier-{os.getpid()}-{rank}{part}.db"),
         }
         self._export()
         self._thread = threading.Thread(target=self._run, name="kvtier-metrics", daemon=True)

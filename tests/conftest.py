@@ -12,6 +12,9 @@ import pytest
 hypothesis.settings.register_profile("beside", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("beside")
 
+# LiteLLM would ask the network for its list of prices, and wait, whenever it is imported.
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+
 
 @pytest.fixture(autouse=True)
 def environment_of_one_test() -> Iterator[None]:

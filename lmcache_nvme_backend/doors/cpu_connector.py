@@ -93,18 +93,6 @@ def _block_tokens(row: torch.Tensor, kv: torch.Tensor, shape: tuple[int, int, in
     return int(row.shape[1] // token_bytes)
 
 
-def block_packing(vllm_config: Any) -> str:
-    """vLLM's name for how its CPU attention packs a block here (amx, vec, neon, …)."""
-    try:
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-    except ImportError:
-        return "unknown"
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    arguments: list[Any] = [model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype]
-    accepted = _get_attn_isa.__code__.co_argcount
-    return str(_get_attn_isa(*arguments[:accepted]))
-
-
 def check_cpu_layout(config: Any, vllm_config: Any) -> None:
     """Refuse what whole-block copies cannot carry.
 

@@ -64,7 +64,7 @@ def _layout_facts(vllm_config: Any) -> dict[str, Fact]:
         }
     import vllm
 
-    from lmcache_nvme_backend.doors.cpu_connector import block_packing
+    from lmcache_nvme_backend.doors.packing import block_packing
 
     return {
         "layout": "vllm-cpu-blocks",

@@ -11,13 +11,20 @@ from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import NvmeSettings
 from lmcache_nvme_backend.store import ChunkStore, Namespace, StoreSettings
 from lmcache_nvme_backend.store.format import BLOCK, blocks_of
+from lmcache_nvme_backend.store.policy import EvictionPolicy
 from lmcache_nvme_backend.store.write_budget import BURST
 
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
 
 def open_store(
-    s: NvmeSettings, namespace: Namespace, *, chunk_bytes: int, item_sizes: Collection[int], ranks: int = 1
+    s: NvmeSettings,
+    namespace: Namespace,
+    *,
+    chunk_bytes: int,
+    item_sizes: Collection[int],
+    ranks: int = 1,
+    policy: EvictionPolicy | None = None,
 ) -> ChunkStore:
     """Open the namespace; what is odd about it goes to the log. Raises `ConfigError`.
 
@@ -25,6 +32,7 @@ def open_store(
         chunk_bytes: the largest payload that will be stored.
         item_sizes: bytes of one number, for each type of numbers in the chunks; the codec goes by it.
         ranks: how many ranks must each have a chunk for it to be of use.
+        policy: the order of eviction, where it is not the store's own.
     """
     _check_budget(s, chunk_bytes)
     sixteen_bit = all(size == 2 for size in item_sizes)
@@ -42,6 +50,7 @@ def open_store(
             admission="all" if s.admission == "auto" and ranks > 1 else s.admission,
             write_budget_bytes_per_day=s.write_budget_bytes_per_day,
         ),
+        policy,
     )
     for warning in store.warnings:
         logger.warning("lmcache_nvme_backend: %s", warning)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from lmcache_nvme_backend import metrics
-from lmcache_nvme_backend.doors import lmcache_compat, start
+from lmcache_nvme_backend.doors import command_line, lmcache_compat, start
 from lmcache_nvme_backend.doors.mp import engine_mark
+from lmcache_nvme_backend.doors.native import settings as native
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import names_this_backend, parse_settings
 
@@ -40,17 +40,41 @@ def register() -> None:
     engine_mark.arm()
     if multiprocessing.parent_process() is not None:
         return
+    _register_native()
+    config = None
     try:
         config = configured()
-        if config is None:
+        tiers = command_line.secondary_tiers("NvmeTier")
+        if config is None and not tiers:
             return
         metrics.serve_children()
         start.open_report()
-        check_front(config)
+        if config is not None:
+            check_front(config)
+        for tier in tiers:
+            check_tier(tier)
     except ConfigError as e:
         if config is not None and start.wants_degrade(config.get("extra_config")):
             return  # the worker finds the same, says it and shows it in a metric
         raise SystemExit(start.describe(e)) from None
+
+
+def _register_native() -> None:
+    """The same for a command line that names vLLM's own offloading through this package.
+
+    Raises:
+        SystemExit: the settings cannot work.
+    """
+    transfer = command_line.transfer_config()
+    if not native.names_this_door(transfer):
+        return
+    metrics.serve_children()
+    start.open_report()
+    try:
+        native.check_front(transfer)
+    except ConfigError as e:
+        if (transfer.get("kv_connector_extra_config") or {}).get("on_init_error") != "degrade":
+            raise SystemExit(start.describe(e)) from None
 
 
 def configured() -> dict[str, Any] | None:
@@ -110,17 +134,8 @@ def _from_variable(field: str, value: str) -> Any:
 
 def _from_command_line() -> dict[str, Any]:
     """``lmcache.*`` fields of ``--kv-transfer-config``'s extra config."""
-    for position, argument in enumerate(sys.argv):
-        name, _, inline = argument.partition("=")
-        if name.replace("_", "-") != "--kv-transfer-config":
-            continue
-        text = inline or (sys.argv[position + 1] if position + 1 < len(sys.argv) else "")
-        try:
-            extra = json.loads(text).get("kv_connector_extra_config") or {}
-        except (json.JSONDecodeError, AttributeError):
-            return {}
-        return {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
-    return {}
+    extra = command_line.connector_extra()
+    return {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
 
 
 def check_front(config: dict[str, Any]) -> None:
@@ -132,3 +147,11 @@ def check_front(config: dict[str, Any]) -> None:
     settings = parse_settings(config.get("extra_config"))
     check_lmcache(config.get)
     check_root(Path(settings.path), StoreSettings(settings.quota_bytes))
+
+
+def check_tier(tier: dict[str, Any]) -> None:
+    """The same for an entry of vLLM's `secondary_tiers`. One that may degrade is left to the tier itself."""
+    from lmcache_nvme_backend.doors.tier.opening import check_entry
+
+    if tier.get("on_init_error") != "degrade":
+        check_entry(tier)

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 import xxhash
 
-from lmcache_nvme_backend.store import osio
+from lmcache_nvme_backend.store import forks, osio
 
 _MAGIC: Final = b"KVACCT\x01\n"
 _RECORD = struct.Struct("<8sQQQQ")  # magic, dirty, used, reserved, pid of the last holder
@@ -79,6 +79,7 @@ class Account:
         self._inode = (0, 0)
         self._closed = False
         self._last: Ledger | None = None
+        forks.register(self)
 
     @contextmanager
     def locked(self, wait_s: float, force_recount: bool = False) -> Iterator[Ledger]:
@@ -133,6 +134,13 @@ class Account:
             if self._fd >= 0:
                 osio.close_quietly(self._fd)
                 self._fd = -1
+
+    def leave_to_parent(self) -> None:
+        """See `forks`: the child opens the file anew, should it need it."""
+        self._mutex = threading.Lock()  # a thread that held it is not in the child
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            osio.close_quietly(fd)
 
     def _lock_file(self, deadline: float) -> None:
         pause = _POLL_MIN_S

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from lmcache_nvme_backend.store import osio, recovery
+from lmcache_nvme_backend.store import forks, osio, recovery
 from lmcache_nvme_backend.store.account import Ledger
 from lmcache_nvme_backend.store.layout import Layout
 
@@ -49,6 +49,7 @@ class Session:
         self._counter = 0
         self.id = secrets.token_hex(8)
         self.reserved = 0
+        forks.register(self)
 
     @property
     def path(self) -> str:
@@ -69,11 +70,20 @@ class Session:
             _lock_own(fd)
             self._fd = fd
             self.publish(0)
+            self._announce()
         except OSError:
             self._fd = -1
             osio.close_quietly(fd)
             osio.unlink_quietly(self.path)
             raise
+
+    def _announce(self) -> None:
+        """Move the directory's time once more: who looked between the file's creation and its record, however long that
+        took, saw a session that nobody locks, and looks again."""
+        try:
+            osio.utime(self._layout.sessions, time.time_ns())
+        except OSError:
+            pass
 
     def publish(self, namespace_bytes: int) -> None:
         """Write the record. An error leaves the old one, which a recount then counts."""
@@ -94,6 +104,12 @@ class Session:
         if self._fd >= 0:
             osio.close_quietly(self._fd)
             self._fd = -1
+
+    def leave_to_parent(self) -> None:
+        """See `forks`. A store used in the child stores nothing, and its close takes nothing of the parent's away."""
+        self.close()
+        self.id = secrets.token_hex(8)
+        self.reserved = 0
 
 
 def _lock_own(fd: int) -> None:
@@ -131,16 +147,24 @@ def _look(layout: Layout, session_id: str) -> tuple[bool, Peer | None]:
 
 def live_peers(layout: Layout) -> list[Peer]:
     """All live sessions, the caller's own included. Needs no lock."""
-    peers = []
+    return look_around(layout)[0]
+
+
+def look_around(layout: Layout) -> tuple[list[Peer], bool]:
+    """All live sessions, and whether there are others: of killed processes, of one that is just coming, or unreadable
+    ones. Needs no lock."""
+    peers, remains = [], False
     for name in osio.listdir(layout.sessions):
         if _ID.fullmatch(name):
             try:
                 live, peer = _look(layout, name)
             except OSError:
-                continue
+                live, peer = False, None
             if live and peer is not None:
                 peers.append(peer)
-    return peers
+            else:
+                remains = True
+    return peers, remains
 
 
 def sweep(layout: Layout, ledger: Ledger) -> int:

@@ -136,6 +136,8 @@ class ChunkStore:
             osio.make_dir_in_place_of_file(self._directory)
             self._census.begin(ledger)
             probe_path, description_path = self._session.temporary(), self._session.temporary()
+        if self._census.unlisted:
+            self._watcher.doubt()
         try:
             write_description(self._directory, namespace, description_path)
         except OSError as error:
@@ -226,6 +228,15 @@ class ChunkStore:
             return False
         self._watcher.follow((key,))
         return self._index.use(key, pin)
+
+    def known(self, key: ChunkKey, *, look: bool = False) -> bool:
+        """Whether a chunk is present, without a use of it. From memory alone, so that it never waits for the disk;
+        `look`: also where another store has put it, which may wait."""
+        if self._closed or self._breaker.open:
+            return False
+        if look and key not in self._index:
+            self._watcher.follow((key,))
+        return key in self._index
 
     def pin(self, key: ChunkKey) -> bool:
         """Protect a present chunk from eviction by this store until as many `unpin`. False where it is not present."""

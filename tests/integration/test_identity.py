@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from lmcache.integration.vllm.utils import create_lmcache_metadata
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -24,7 +25,10 @@ from vllm.config import (
 )
 
 from lmcache_nvme_backend.doors import vllm_plugin
+from lmcache_nvme_backend.doors.identity import namespace_facts
 from lmcache_nvme_backend.doors.scope import BASE, TAG_FIELD, scope_of
+from lmcache_nvme_backend.settings import parse_settings
+from lmcache_nvme_backend.store import Namespace
 
 from .conftest import CHUNK, PagedKv, lmcache_metadata, prompt
 
@@ -58,8 +62,8 @@ class Run:
     def write_configuration(self, changes: dict[str, Any]) -> None:
         (self.model / "config.json").write_text(json.dumps(CONFIGURATION | changes))
 
-    def vllm_config(self) -> VllmConfig:
-        parallel = ParallelConfig(tensor_parallel_size=self.tp, pipeline_parallel_size=self.pp)
+    def vllm_config(self, **parallelism: Any) -> VllmConfig:
+        parallel = ParallelConfig(tensor_parallel_size=self.tp, pipeline_parallel_size=self.pp, **parallelism)
         model = ModelConfig(
             model=str(self.model), tokenizer=str(self.model), skip_tokenizer_init=True, dtype=self.dtype
         )
@@ -141,6 +145,26 @@ def test_what_one_run_stored_is_a_miss_to_a_run_that_differs_in_one_fact(start, 
     assert again.lookup(tokens, request_configs=run.mark) == TOKENS
     assert again.retrieve(tokens, kv, request_configs=run.mark) == TOKENS
     assert all(torch.equal(a, b) for a, b in zip(kv.content(0), kv.content(1), strict=True))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_parallel_ranks_of_one_model_share_and_its_tensor_parallel_ranks_do_not(run, rank):
+    """What an engine alone stored, each data-parallel rank finds: vLLM's own configuration, LMCache's own metadata."""
+    alone = namespace_of(run.vllm_config(), rank)
+    ranks = [
+        namespace_of(run.vllm_config(data_parallel_size=2, data_parallel_rank=dp, data_parallel_rank_local=dp), rank)
+        for dp in (0, 1)
+    ]
+    assert alone == ranks[0] == ranks[1]
+    assert alone != namespace_of(run.vllm_config(), 1 - rank)
+
+
+def namespace_of(vllm_config: VllmConfig, rank: int) -> str:
+    """The namespace's digest for a worker of this rank; vLLM counts ranks within each data-parallel engine."""
+    vllm_config.parallel_config.rank = rank
+    metadata, config = create_lmcache_metadata(vllm_config)
+    settings = parse_settings({"nvme.path": "/x", "nvme.quota_gib": 1})
+    return Namespace(namespace_facts(settings, config, metadata, vllm_config)).digest
 
 
 def test_a_copy_of_the_same_weights_elsewhere_shares_and_tells_where_it_was(start, run, tmp_path):

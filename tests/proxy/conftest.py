@@ -145,12 +145,12 @@ class Proxy:
         return self.process.log.read_text(errors="replace")
 
 
-def proxy_environment(folder: Path, **extra: str) -> dict[str, str]:
+def proxy_environment(folder: Path, overlay: Path | None = None, **extra: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PREFIX_AFFINITY_", "REDIS_"))}
     env.update(
         LITELLM_LOCAL_MODEL_COST_MAP="True",
         LITELLM_MASTER_KEY=KEY,
-        PYTHONPATH=os.pathsep.join([str(ROOT), str(folder), env.get("PYTHONPATH", "")]),
+        PYTHONPATH=os.pathsep.join([str(overlay or ROOT), str(ROOT), str(folder), env.get("PYTHONPATH", "")]),
         **extra,
     )
     return env
@@ -165,10 +165,13 @@ def proxy_command(folder: Path, config: dict[str, Any], port: int, workers: int)
 
 
 @contextmanager
-def running_proxy(folder: Path, config: dict[str, Any], workers: int = 1, **env: str) -> Iterator[Proxy]:
+def running_proxy(
+    folder: Path, config: dict[str, Any], workers: int = 1, overlay: Path | None = None, **env: str
+) -> Iterator[Proxy]:
+    """`overlay`: another release of LiteLLM than the installed one."""
     port = free_port()
     command = proxy_command(folder, config, port, workers)
-    process = Process(command, folder / "proxy.log", env=proxy_environment(folder, **env), cwd=folder.parent)
+    process = Process(command, folder / "proxy.log", env=proxy_environment(folder, overlay, **env), cwd=folder.parent)
     proxy = Proxy(f"http://127.0.0.1:{port}", process, folder)
     try:
 

@@ -3,7 +3,9 @@
 It keeps a bounded LRU of *blocks* (64 characters of the rendered prompt, chained hashes, seeded by `cache_salt`, as
 vLLM's own prefix cache), answers `cached_tokens` the way vLLM does with `--enable-prompt-tokens-details`, spends time
 in proportion to the uncached part, and serves `/metrics` under vLLM's names. With `--tier FILE` the block keys outlive
-the process, as an NVMe tier does. `GET /_requests` returns every body it was sent and `GET /_state` what runs now.
+the process, as an NVMe tier does. `GET /_requests` returns every body it was sent and `GET /_state` what runs now;
+`POST /_fail?times=N` lets the next requests fail, `POST /_hold` none ever get its first token, and `POST /_wipe`
+forgets all.
 
     python model_server.py --port 8001 --name a
 """
@@ -61,6 +63,8 @@ class Replica:
         self.running = self.waiting = 0
         self.engine = asyncio.Lock()
         self.failing = 0
+        self.answering = asyncio.Event()  # cleared: prefill never ends
+        self.answering.set()
         if tier is not None and tier.exists():
             self.cache.update((int(line, 16), None) for line in tier.read_text().split())
 
@@ -90,6 +94,7 @@ class Replica:
             keys, held = self.prefix(body)
             tokens = max(1, len(rendered_prompt(body)) // CHARS_A_TOKEN)
             cached = held * BLOCK_CHARS // CHARS_A_TOKEN
+            await self.answering.wait()
             if self.prefill_rate > 0:
                 await asyncio.sleep((tokens - cached) / self.prefill_rate)
             for key in keys:
@@ -316,6 +321,10 @@ def build(replica: Replica) -> Starlette:
         replica.failing = int(request.query_params.get("times", "1"))
         return PlainTextResponse("ok")
 
+    async def hold(_request: Request) -> Response:
+        replica.answering.clear()
+        return PlainTextResponse("ok")
+
     async def wipe(_request: Request) -> Response:
         replica.cache.clear()
         replica.answers.clear()
@@ -339,6 +348,7 @@ def build(replica: Replica) -> Starlette:
             Route("/_requests", seen),
             Route("/_state", state),
             Route("/_fail", fail, methods=["POST"]),
+            Route("/_hold", hold, methods=["POST"]),
             Route("/_wipe", wipe, methods=["POST"]),
         ]
     )

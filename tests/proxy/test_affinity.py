@@ -19,6 +19,9 @@ import pytest
 
 from .conftest import KEY, ModelServer, Proxy, example, model_servers, running_proxy, session, wait_for
 
+# Three turns of one session, as it sent them; every word is replaced, every text cut.
+CLAUDE_CODE = Path(__file__).with_name("fixtures") / "claude-code-2.1.332.json"
+
 
 class Rig:
     """A proxy with both groups of the example: `coder` at two replicas, `large` at four."""
@@ -186,6 +189,19 @@ def test_claude_code_session_stays(rig: Rig) -> None:
         for turns in range(4):
             rig.anthropic.messages.create(**claude_code(turns, f"{number}{turns}f", marker))
         assert sorted(len(paths) for paths in rig.paths(f"session {marker} ").values()) == [0, 4]
+
+
+def test_turns_of_claude_code_stay(rig: Rig) -> None:
+    """Three turns that Claude Code 2.1.332 sent (its words replaced): their first one's replica answers all of them
+    from its cache, although the client moves its `cache_control` marks and writes earlier messages in another form."""
+    turns = json.loads(CLAUDE_CODE.read_text())
+    answers = []
+    for turn in turns:
+        answer = rig.proxy.client.post("/v1/messages", json={**turn, "max_tokens": 4})
+        assert answer.status_code == 200, answer.text
+        answers.append((answer.headers["x-kv-replica"], answer.headers["x-kv-reason"]))
+    home = answers[0][0]
+    assert answers == [(home, "rendezvous"), (home, "prefix"), (home, "prefix")]
 
 
 def test_aborted_streams_do_not_leak_load(rig: Rig) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 pytest.importorskip("litellm", reason="LiteLLM is not installed")
 
-from litellm_hooks.hook import PrefixAffinity, usage_of
+from litellm_hooks.hook import PrefixAffinity
 from litellm_hooks.settings import Settings
+from litellm_hooks.usage import usage_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -271,3 +271,42 @@ def test_memory_makes_big_messages_cheaper() -> None:
     memory = SessionMemory()
     chat_prefix("m", turns, {}, memory)
     assert ratio_to_reading(turns, memory) < 0.5 * ratio_to_reading(turns)
+
+
+def test_memory_makes_many_small_messages_cheaper() -> None:
+    """With the session's memory a turn after thousands of small messages is recognised at once, tool calls included."""
+    turns: list[dict[str, Any]] = []
+    for i in range(1000):
+        call = {"id": f"c{i}", "type": "function", "function": {"name": "read", "arguments": f'{{"path": "{i}"}}'}}
+        turns += [
+            {"role": "user", "content": f"{i} " + "words " * 50},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": f"c{i}", "content": f"{i} " + "found " * 50},
+        ]
+    memory = SessionMemory()
+    for _ in range(2):
+        chat_prefix("m", turns, {}, memory)
+    assert ratio_to_reading(turns, memory) < 0.3 * ratio_to_reading(turns)
+
+
+@given(st.data())
+def test_memory_of_many_messages_changes_no_key(data: st.DataObject) -> None:
+    """Whatever is edited, cut off or added between turns, the chain is the one a fresh memory makes."""
+    memory = SessionMemory()
+    turns: list[Any] = [{"role": ("user", "assistant")[i % 2], "content": f"message {i}"} for i in range(16)]
+    turn = st.tuples(
+        st.sampled_from(["edit", "cut", "add", "mark", "odd"]), st.integers(min_value=1, max_value=30), st.booleans()
+    )
+    for kind, at, append in data.draw(st.lists(turn, min_size=1, max_size=6)):
+        place = min(at, len(turns) - 1)
+        if kind == "edit":
+            turns[place] = {**turns[place], "content": f"edited {at}"}
+        elif kind == "cut":
+            del turns[max(place, 2) :]
+        elif kind == "mark":
+            turns[place] = {**turns[place], "cache_control": {"type": "ephemeral"}}
+        elif kind == "odd":  # what JSON does not know
+            turns[place] = {**turns[place], "content": [{"type": "text", "text": "t", "extra": object}]}
+        if append:
+            turns += [{"role": "user", "content": f"added {at} {i}"} for i in range(at)]
+        assert chat_prefix("m", turns, {}, memory) == chat_prefix("m", turns, {}, SessionMemory())

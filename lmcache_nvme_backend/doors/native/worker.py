@@ -1,0 +1,128 @@
+"""The worker's side: vLLM's interface over the loads and the stores of one rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
+
+from lmcache_nvme_backend.doors.native.copies import Copier
+from lmcache_nvme_backend.doors.native.layout import GroupLayout, chunks_of
+from lmcache_nvme_backend.doors.native.loads import ChunkLoads
+from lmcache_nvme_backend.doors.native.stores import ChunkStores
+from lmcache_nvme_backend.doors.native.transfers import NvmeLoadSpec, NvmeStoreSpec
+from lmcache_nvme_backend.staging import StagingRing
+from lmcache_nvme_backend.store import ChunkKey, ChunkStore
+
+# vLLM ends its workers soon after it has told them to: writes in flight get this much of it.
+CLOSE_WAIT_S = 5.0
+
+
+class NvmeOffloadingWorker(OffloadingWorker):
+    """Asynchronous transfers between the device's blocks and the chunk store. Called by the engine's thread alone.
+
+    Args:
+        layouts: one a KV cache group, in vLLM's order.
+        tokens: how many tokens a chunk of each group stands for.
+        store_wait_s: how long a step waits at most for blocks that vLLM wants back.
+        close: called when all transfers have ended.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        ring: StagingRing,
+        copier: Copier,
+        layouts: Sequence[GroupLayout],
+        tokens: Sequence[int],
+        io_threads: int,
+        store_wait_s: float,
+        close: Callable[[], None],
+    ) -> None:
+        self.store, self.ring = store, ring
+        self._copier, self._layouts, self._wait_s, self._close = copier, layouts, store_wait_s, close
+        self._changed = threading.Condition()
+        self.loads = ChunkLoads(store, ring, copier, layouts, io_threads, self._changed)
+        self.stores = ChunkStores(store, ring, copier, layouts, tokens, io_threads, self._changed)
+        self._failed: set[ChunkKey] = set()
+        self.stores_s = self.loads_s = 0.0  # time taken of engine steps
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: NvmeStoreSpec) -> bool:
+        began = time.perf_counter()
+        self.stores.submit(job_id, dst_spec.places, list(self._chunks(src_spec)), self._copier.mark())
+        self.stores_s += time.perf_counter() - began
+        return True
+
+    def submit_load(self, job_id: int, src_spec: NvmeLoadSpec, dst_spec: GPULoadStoreSpec) -> bool:
+        began = time.perf_counter()
+        # The store of this process may not be the scheduler's: its order of eviction goes by this use.
+        self.store.match(src_spec.prefix)
+        self.loads.submit(job_id, src_spec.keys, list(self._chunks(dst_spec)), self._copier.mark())
+        self.loads_s += time.perf_counter() - began
+        return True
+
+    def _chunks(self, blocks: GPULoadStoreSpec) -> Any:
+        ids = [int(block) for block in blocks.block_ids]
+        return chunks_of(ids, blocks.group_sizes, blocks.block_indices, self._layouts[0].blocks)
+
+    def get_finished(self) -> list[TransferResult]:
+        results = []
+        for store in self.stores.finished():
+            results.append(TransferResult(store.job_id, True, store.nbytes, store.seconds))
+        for load in self.loads.finished():
+            self._failed |= load.failed
+            results.append(TransferResult(load.job_id, load.success, load.nbytes, load.seconds))
+        return results
+
+    def take_failed(self) -> set[ChunkKey]:
+        """The chunks that could not be loaded, of the jobs reported since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def await_any(self, timeout_s: float) -> None:
+        """Until a transfer has finished, while any is under way; at most `timeout_s` seconds."""
+        if self.loads.busy or self.stores.busy:
+            with self._changed:
+                self._changed.wait_for(lambda: self.loads.any_finished or self.stores.any_finished, timeout_s)
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Until vLLM may hand the blocks of these jobs to somebody else. Waits `store_wait_s` at most, and then for the
+        chunk that is being copied."""
+        began = time.perf_counter()
+        self.stores.wait(job_ids, self._wait_s)
+        self.stores_s += time.perf_counter() - began
+        self.loads.wait(job_ids, self._wait_s)
+
+    def shutdown(self) -> None:
+        self.loads.close()
+        self.stores.close(CLOSE_WAIT_S)
+        self._close()
+
+    def values(self) -> Mapping[str, float | Mapping[str, float]]:
+        """This rank's numbers, by metric name."""
+        stats, usage = self.store.stats, self.store.usage()
+        return {
+            "kvtier_chunks_loaded_total": self.loads.loaded,
+            "kvtier_chunks_load_failed_total": {"absent": 0, **self.loads.failed.snapshot()},
+            "kvtier_chunks_stored_total": stats.stores,
+            "kvtier_chunks_dropped_total": {"staging full": 0, **self.stores.dropped.snapshot()},
+            "kvtier_chunks_corrupt_total": sum(stats.corrupt.values()),
+            "kvtier_chunks_evicted_total": stats.evictions,
+            "kvtier_snapshots_ignored_total": stats.snapshots_ignored,
+            "kvtier_bytes_read_total": stats.bytes_read,
+            "kvtier_bytes_written_total": stats.bytes_written,
+            "kvtier_store_seconds_total": self.stores_s,
+            "kvtier_load_seconds_total": self.loads_s,
+            "kvtier_store_wait_seconds_total": self.stores.waited_s,
+            "kvtier_used_bytes": usage.used_bytes,
+            "kvtier_quota_bytes": usage.quota_bytes,
+            "kvtier_staging_bytes": self.ring.nbytes,
+            "kvtier_staging_slots_free": self.ring.free,
+            "kvtier_chunks": usage.namespace_chunks,
+            "kvtier_direct_io": int(self.store.direct_io),
+            "kvtier_breaker_open": int(self.store.stands_aside),
+            "kvtier_degraded": 0,
+        }
