@@ -148,6 +148,7 @@ def test_bytes_from_behind_are_believed_only_with_their_seal(hosts, redis):
     assert redis.ask("COPY", third, fourth, "REPLACE").strip() == ":1"
     assert second.fetch(what) == 3
     assert counted(second, "corrupt") == 1
+    kept(second, 3)
     assert redis.ask("SETRANGE", third, "5000", "XXXX").startswith(":")
     second.forget()
     assert second.fetch(what) == 3  # its own copy is whole
