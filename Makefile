@@ -7,9 +7,9 @@ READY := $(VENV)/.setup-complete
 LMCACHE_VERSIONS := 0.5.4 0.5.5
 PYTEST = $(VENV)/bin/python -m pytest
 # Two files at a time: starting an engine keeps little more than one core busy, and three of them fit into 24 GiB twice.
-BESIDE := -n 2 --dist loadfile --max-worker-restart 0
-# Quick ones first; a folder of tests/ that is not named here is not run.
-TESTS := $(addprefix tests/,unit faults integration patches proxy engine)
+BESIDE := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Long ones first, so that both workers end together; a folder of tests/ that is not named here is not run.
+TESTS := $(addprefix tests/,engine proxy patches integration faults unit)
 # How often `make faults` kills a process, and one of four that share a namespace, and how long its threads race, in seconds.
 KILLS ?= 1000
 NEIGHBOURS ?= 100
