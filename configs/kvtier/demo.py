@@ -180,7 +180,7 @@ def _prompt_tokens(metrics: Metrics) -> dict[str, int]:
 
 
 def _staging_bytes(metrics: Metrics) -> int:
-    value = metrics.get("kvtier_staging_bytes")
-    if value is None:
-        raise EngineRequestError("no /metrics has kvtier_staging_bytes: the tier is not running; the log says why.")
-    return int(value)
+    """0 through a door whose host memory is LMCache's or vLLM's own."""
+    if metrics.get("kvtier_quota_bytes") is None:
+        raise EngineRequestError("no /metrics has kvtier_quota_bytes: the tier is not running; the log says why.")
+    return int(metrics.value("kvtier_staging_bytes"))
