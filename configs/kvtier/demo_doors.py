@@ -38,6 +38,12 @@ class Side(msgspec.Struct, kw_only=True):
     """Host memory of the cache in front of NVMe, from the tier's metrics where they tell."""
 
 
+_ONE_SORT: Final[dict[Door, str]] = {
+    "plugin": "LMCache's in-process connector cannot run a hybrid model.",
+    "mp": "With an engine on a CPU, LMCache's server takes one group of KV layers alone ("
+    "engine-driven transfer does not support multiple KV transfer groups).",
+}
+
 Lives = Callable[[Path, Path], AbstractContextManager[Side]]
 """Called for each life with the tier's folder and one for logs and configurations."""
 
@@ -49,11 +55,10 @@ def door(name: Door, model: Path) -> Lives:
         ConfigError: it cannot serve this model.
     """
     geometry = _geometry(model)
-    if geometry is not None and geometry.hybrid and name == "plugin":
+    if geometry is not None and (geometry.hybrid if name == "plugin" else geometry.mixed) and name in _ONE_SORT:
         raise ConfigError(
-            "--door", f"plugin for {model.name}, which is a hybrid model",
-            "native or tier for a model with states beside attention",
-            "LMCache's in-process connector cannot run it. Use --door native.",
+            "--door", f"{name} for {model.name}, whose layers are of several sorts",
+            "native or tier for such a model", f"{_ONE_SORT[name]} Use --door native.",
         )  # fmt: skip
     return _LIVES[name](geometry is not None and geometry.mixed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ import yaml
 from kvtier.demo_doors import HOST_BYTES, QUOTA_GIB, door
 from kvtier.doors import DOORS, PLUGIN_TRANSFER, known_door, tier_transfer
 from kvtier.engine import EngineSpec
+from kvtier.lmcache_server import nvme_adapter
 from kvtier.scrape import Metrics
 from lmcache_nvme_backend.errors import ConfigError
 from tests.unit.kvtier.boxes import UNIT
@@ -79,11 +81,19 @@ def test_the_tier_stands_behind_vllms_own_host_tier(tmp_path):
     assert on_device["spec_name"] == "TieringOffloadingSpec" and "spec_module_path" not in on_device
 
 
-def test_a_hybrid_model_is_refused_by_the_plugin_with_the_door_that_serves_it(tmp_path):
+def test_lmcaches_server_is_a_process_beside_the_engine():
+    """Its adapter has the folder and the quota, and its pool is what a whole prompt needs."""
+    adapter = nvme_adapter(Path("/kv"), QUOTA_GIB)
+    assert adapter["adapter_params"] == {"root_dir": "/kv", "quota_gib": QUOTA_GIB}
+    assert (adapter["module_path"], adapter["class_name"]) == ("lmcache_nvme_backend", "NvmeL2Adapter")
+
+
+@pytest.mark.parametrize("refused", ["plugin", "mp"])
+def test_a_hybrid_model_is_refused_with_the_door_that_serves_it(tmp_path, refused):
     """One error before anything is started."""
     hybrid = model(tmp_path, "qwen3_5-hybrid")
     with pytest.raises(ConfigError, match="--door native") as caught:
-        door("plugin", hybrid)
+        door(refused, hybrid)
     assert caught.value.setting == "--door"
     for name in ("native", "tier"):
         door(name, hybrid)
