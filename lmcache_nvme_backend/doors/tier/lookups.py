@@ -138,7 +138,7 @@ class Lookups:
             if group in missing:
                 verdicts[key] = None
                 continue
-            verdicts[key] = self._store.known(prefix.key(key), look=True)
+            verdicts[key] = self._store.known(prefix.key(key), look=True, depth=prefix.place(key).depth)
             self.counts.add("hit" if verdicts[key] else "missed")
             if not verdicts[key] and group is not None:
                 missing.add(group)
@@ -149,8 +149,6 @@ class Lookups:
         hashes = prefix.hashes
         if not hashes:
             return
-        if prefix.order.hybrid:
-            end = prefix.order.reach(hashes, self._store.known)
-            self._store.match(prefix.order.upto(hashes, end))
-        else:
-            self._store.match(prefix.order.upto(hashes, prefix.order.whole(len(hashes))))
+        order = prefix.order
+        end = order.reach(hashes, self._store.known) if order.hybrid else order.whole(len(hashes))
+        self._store.match(order.upto(hashes, end), depths=order.depths_upto(end))
