@@ -29,6 +29,7 @@ class _Asked(msgspec.Struct, gc=False):
     prefix: RequestPrefix
     verdicts: dict[bytes, bool | None] = {}  # offload key -> there or not; None: being looked for
     fresh: list[bytes] = []  # to be looked for from the end of this step on
+    hits: int = 0  # found since the last step
     told: bool = False  # whether the store has been told of the prefix
 
 
@@ -41,6 +42,7 @@ class Lookups:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
+        self._known = store.known
         self._asked: dict[str, _Asked] = {}
         self._questions: SimpleQueue[list[_Question] | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[str, RequestPrefix, dict[bytes, bool | None]]] = SimpleQueue()
@@ -50,15 +52,17 @@ class Lookups:
 
     def ask(self, request_id: str, prefix: RequestPrefix, key: bytes) -> bool | None:
         """Whether a chunk is here; None: ask again after the next step."""
-        self._take_answers()
+        if not self._answers.empty():
+            self._take_answers()
         asked = self._asked.get(request_id)
         if asked is None:
             asked = self._asked[request_id] = _Asked(prefix)
-        if key in asked.verdicts:
-            return asked.verdicts[key]
-        found = prefix.resolved and self._store.known(prefix.key(key))
+        verdict = asked.verdicts.get(key, False)
+        if verdict is not False or key in asked.verdicts:
+            return verdict
+        found = prefix.resolved and self._known(prefix.key(key))
         if found:
-            self.counts.add("hit")
+            asked.hits += 1
             asked.verdicts[key] = True
             return True
         asked.verdicts[key] = None
@@ -70,6 +74,9 @@ class Lookups:
         self._take_answers()
         questions: list[_Question] = []
         for request_id, asked in self._asked.items():
+            if asked.hits:
+                self.counts.add("hit", asked.hits)
+                asked.hits = 0
             if asked.fresh or not asked.told:
                 questions.append((request_id, asked.prefix, asked.fresh, not asked.told))
                 asked.fresh, asked.told = [], True
@@ -92,7 +99,10 @@ class Lookups:
                 asked.verdicts.pop(key, None)
 
     def forget(self, request_id: str) -> None:
-        self._asked.pop(request_id, None)
+        """The request is over."""
+        asked = self._asked.pop(request_id, None)
+        if asked is not None and asked.hits:
+            self.counts.add("hit", asked.hits)
 
     def close(self) -> None:
         """End the thread; one that hangs in the disk is left behind."""
