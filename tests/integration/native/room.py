@@ -65,13 +65,13 @@ class Room:
         separate = extra.pop("separate", False)
         config.kv_transfer_config = KVTransferConfig(
             kv_connector=extra.pop("connector", "NvmeOffloadingConnector"),
-            kv_connector_module_path="lmcache_nvme_backend",
+            kv_connector_module_path=extra.pop("module", "lmcache_nvme_backend"),
             kv_role="kv_both",
             kv_load_failure_policy=policy,
             kv_connector_extra_config={
                 "spec_name": "NvmeOffloadingSpec",
                 "spec_module_path": "lmcache_nvme_backend",
-                "root_dir": str(root),
+                "root_dir": str(extra.pop("root_dir", root)),
                 "quota_gib": 0.01,
                 "staging_mib": 1,
                 "model_fingerprint": "room",
