@@ -59,10 +59,12 @@ def mark_engine(vllm_config: Any) -> None:
     Raises:
         ConfigError: the engine computes KV that LMCache's keys do not tell apart, or its weights cannot be identified.
     """
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    transfer: Any = getattr(vllm_config, "kv_transfer_config", None)
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
     asked = extra.get(ASKED)
     if asked is None:
+        if MARK in extra:  # of another engine: somebody has copied a configuration
+            transfer.kv_connector_extra_config = {name: value for name, value in extra.items() if name != MARK}
         return
     if not isinstance(asked, str) or not asked:
         raise ConfigError(ASKED, repr(asked), '"auto", or a text of your own', 'Set it to "auto".')
