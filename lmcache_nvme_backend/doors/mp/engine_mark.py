@@ -34,8 +34,15 @@ _ARGUMENTS = "vllm.engine.arg_utils"
 _ADAPTERS = "lmcache.integration.vllm.vllm_multi_process_adapter"
 
 
+_armed = False
+
+
 def arm() -> None:
-    """Wrap what has to be wrapped as soon as it is imported, in every process of vLLM."""
+    """Wrap what has to be wrapped as soon as it is imported, in every process of vLLM. A second call is nothing."""
+    global _armed
+    if _armed:
+        return
+    _armed = True
     wrapt.register_post_import_hook(_wrap_arguments, _ARGUMENTS)
     wrapt.register_post_import_hook(_wrap_adapters, _ADAPTERS)
 

@@ -85,10 +85,13 @@ def test_what_the_keys_cannot_tell_apart_ends_the_start(model, changes, named):
 
 def test_both_of_lmcaches_adapters_use_the_marked_name():
     """The scheduler's and the worker's keys agree; without a mark nothing is changed."""
+    for _ in range(2):
+        engine_mark.arm()  # a second call must not mark a name twice
     from lmcache.integration.vllm import vllm_multi_process_adapter as module
 
     for name in ("LMCacheMPSchedulerAdapter", "LMCacheMPWorkerAdapter"):
-        assert getattr(getattr(module, name).__init__, "__wrapped__", None) is not None, name
+        original = getattr(getattr(module, name).__init__, "__wrapped__", None)
+        assert original is not None and not hasattr(original, "__wrapped__"), name
     seen: list[Any] = []
     engine_mark._init_adapter(
         lambda *args, **kwargs: seen.append((args, kwargs)), None, ("url", None, "model"), {"extra_config": {}}
