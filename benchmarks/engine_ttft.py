@@ -37,8 +37,9 @@ from rich.console import Console
 from rich.table import Table
 from rows import Row, number, write_json
 
-from kvtier.demo import lmcache_config
-from kvtier.engine import KV_TRANSFER, Engine, EngineSpec, free_port
+from kvtier.demo_doors import lmcache_config
+from kvtier.doors import PLUGIN_TRANSFER
+from kvtier.engine import Engine, EngineSpec, free_port
 from kvtier.model import find_model
 from kvtier.process import KeptProcess
 
@@ -135,7 +136,7 @@ class Bench:
             elif subject == PEER:
                 server = stack.enter_context(Server(self.chunks[PEER], self._folder / f"{name}-server.log"))
                 extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
-                transfer = KV_TRANSFER | {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
+                transfer = PLUGIN_TRANSFER | {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
                 spec = self._spec(
                     name, args=("--kv-transfer-config", json.dumps(transfer)), env={"LMCACHE_LOG_LEVEL": "WARNING"}
                 )

@@ -7,23 +7,22 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-import yaml
 
 from kvtier.cachedir import cache_dir, own_folder, require_space
+from kvtier.demo_doors import QUOTA_GIB, Side, door
 from kvtier.document import QUESTION, lighthouse_log
+from kvtier.doors import Door
 from kvtier.engine import Engine, EngineRequestError, EngineSpec
-from kvtier.examples import example
-from kvtier.model import find_model
+from kvtier.model import RANDOM_MODELS, find_model
 from kvtier.process import IoCounters
 from kvtier.report import CHUNK_TOKENS, Report, Step, total_io
 from kvtier.scrape import Metrics
 from lmcache_nvme_backend.errors import ConfigError
 
 ANSWER_TOKENS = 32
-QUOTA_GIB = 2
 # Below this a restart could not show its share: the tail under one chunk would be most of the prompt.
 _MIN_PROMPT_TOKENS = 2 * CHUNK_TOKENS + 1
 _MAX_MODEL_LEN = 8192
@@ -43,6 +42,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     nvme: Path | None = None
     keep: bool = False
     port: int = 0
+    door: Door = "plugin"
 
 
 def run_demo(options: DemoOptions, say: Callable[[str], None]) -> Report:
@@ -54,13 +54,12 @@ def run_demo(options: DemoOptions, say: Callable[[str], None]) -> Report:
     """
     prompt = _prompt(options)
     model = find_model(options.model, say)
+    lives = door(options.door, model)
     with _nvme_folder(options, say) as nvme, _work_folder(say) as work:
-        config = work / "lmcache.yaml"
-        config.write_text(yaml.safe_dump(lmcache_config(nvme, QUOTA_GIB)))
         steps: list[Step] = []
 
         say("starting vLLM on the CPU (some 40 s) …")
-        with Engine(_spec(options, model, config, work / "first.log")) as engine:
+        with lives(nvme, work) as side, Engine(_spec(options, model, side, work / "first.log")) as engine:
             tokens = engine.count_tokens(prompt)
             if tokens < _MIN_PROMPT_TOKENS:
                 raise ConfigError(
@@ -69,25 +68,26 @@ def run_demo(options: DemoOptions, say: Callable[[str], None]) -> Report:
                 )  # fmt: skip
             engine.complete(_WARM_UP, 4)
             say(f"cold: {tokens} tokens, nothing known yet …")
-            steps.append(_ask(engine, "cold", prompt))
+            steps.append(_ask(engine, side, "cold", prompt))
             say("repeat: the KV pool still holds them …")
-            steps.append(_ask(engine, "repeat", prompt))
-            before = engine.metrics()
+            steps.append(_ask(engine, side, "repeat", prompt))
+            before = side.tier_metrics(engine)
             say("stopping the engine …")
 
         say("starting it again: its memory is empty, its folder is not …")
-        with Engine(_spec(options, model, config, work / "second.log")) as engine:
+        with lives(nvme, work) as side, Engine(_spec(options, model, side, work / "second.log")) as engine:
             engine.complete(_WARM_UP, 4)
             say("restart: the same prompt …")
-            steps.append(_ask(engine, "restart", prompt))
-            after = engine.metrics()
+            steps.append(_ask(engine, side, "restart", prompt))
+            after = side.tier_metrics(engine)
             say("stopping the engine …")
 
         io = total_io(steps)
         return Report(
             steps=steps,
-            lmcache_cpu_pool_bytes=_tier_bytes(after, "kvtier_lmcache_cpu_pool_bytes"),
-            staging_bytes=_tier_bytes(after, "kvtier_staging_bytes"),
+            door=options.door,
+            lmcache_cpu_pool_bytes=side.host_pool_bytes(after),
+            staging_bytes=_staging_bytes(after),
             nvme_bytes_written=io.write_bytes,
             nvme_bytes_read=io.read_bytes,
             chunks_dropped=int(sum(m.value("kvtier_chunks_dropped_total") for m in (before, after))),
@@ -95,23 +95,21 @@ def run_demo(options: DemoOptions, say: Callable[[str], None]) -> Report:
         )
 
 
-def lmcache_config(nvme: Path, quota_gib: float) -> dict[str, Any]:
-    """The example's LMCache configuration with this folder and this quota in place of its own."""
-    config: dict[str, Any] = yaml.safe_load(example("lmcache-nvme.yaml").read_text())
-    config["extra_config"] |= {"nvme.path": str(nvme), "nvme.quota_gib": quota_gib}
-    return config
-
-
-def _spec(options: DemoOptions, model: Path, config: Path, log: Path) -> EngineSpec:
+def _spec(options: DemoOptions, model: Path, side: Side, log: Path) -> EngineSpec:
     longest = json.loads((model / "config.json").read_text()).get("max_position_embeddings", _MAX_MODEL_LEN)
     return EngineSpec(
-        model=model, log=log, lmcache_config=config, port=options.port, max_model_len=min(longest, _MAX_MODEL_LEN)
+        model=model,
+        log=log,
+        lmcache_config=side.lmcache_config,
+        port=options.port,
+        max_model_len=min(longest, _MAX_MODEL_LEN),
+        args=side.args,
     )
 
 
 def _prompt(options: DemoOptions) -> str:
     if options.prompt is None:
-        return lighthouse_log(_ENTRIES_RANDOM if options.model == "random" else _ENTRIES) + QUESTION
+        return lighthouse_log(_ENTRIES_RANDOM if options.model in RANDOM_MODELS else _ENTRIES) + QUESTION
     try:
         return options.prompt.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -152,11 +150,11 @@ def _work_folder(say: Callable[[str], None]) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _ask(engine: Engine, name: Literal["cold", "repeat", "restart"], prompt: str) -> Step:
+def _ask(engine: Engine, side: Side, name: Literal["cold", "repeat", "restart"], prompt: str) -> Step:
     """Ask once; the differences of vLLM's and the kernel's counters around it are the step's."""
-    tokens_before, io_before = _prompt_tokens(engine.metrics()), engine.settled_io()
+    tokens_before, io_before = _prompt_tokens(engine.metrics()), engine.settled_io() + side.tier_io()
     answer = engine.complete(prompt, ANSWER_TOKENS)
-    io: IoCounters = engine.settled_io() - io_before
+    io: IoCounters = engine.settled_io() + side.tier_io() - io_before
     tokens = {source: count - tokens_before[source] for source, count in _prompt_tokens(engine.metrics()).items()}
     if sum(tokens.values()) != answer.prompt_tokens:
         raise EngineRequestError(
@@ -181,10 +179,8 @@ def _prompt_tokens(metrics: Metrics) -> dict[str, int]:
     return {source: int(metrics.value("vllm:prompt_tokens_by_source_total", source=source)) for source in sources}
 
 
-def _tier_bytes(metrics: Metrics, gauge: str) -> int:
-    value = metrics.get(gauge)
-    if value is None:
-        raise EngineRequestError(
-            f"the engine's /metrics has no {gauge}: the tier is not running in it; its log says why."
-        )
-    return int(value)
+def _staging_bytes(metrics: Metrics) -> int:
+    """0 through a door whose host memory is LMCache's or vLLM's own."""
+    if metrics.get("kvtier_quota_bytes") is None:
+        raise EngineRequestError("no /metrics has kvtier_quota_bytes: the tier is not running; the log says why.")
+    return int(metrics.value("kvtier_staging_bytes"))

@@ -17,12 +17,10 @@ from typing import Any
 import httpx
 import msgspec
 
+from kvtier.doors import PLUGIN_TRANSFER
 from kvtier.process import IoCounters, KeptProcess
 from kvtier.scrape import Metrics
 from kvtier.stream import events
-
-# The tier's connector. vLLM's default policy ends a request whose load failed; recompute is what makes a miss harmless.
-KV_TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 # A port that was free may be taken before vLLM binds it; more often than this in a row is something else.
 _PORT_TRIES = 5
@@ -50,7 +48,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 8192
     max_num_batched_tokens: int = 2048
     kv_pool_gib: int = 1
-    kv_transfer: dict[str, Any] = msgspec.field(default_factory=lambda: dict(KV_TRANSFER))
+    kv_transfer: dict[str, Any] = msgspec.field(default_factory=lambda: dict(PLUGIN_TRANSFER))
     args: tuple[str, ...] = ()
     env: dict[str, str | None] = msgspec.field(default_factory=dict)  # None takes a variable away
     ready_timeout_s: float = 300.0

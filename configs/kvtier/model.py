@@ -18,24 +18,29 @@ _SMOLLM2_BYTES = 600_000_000
 _RANDOM_BYTES = 20_000_000
 # Part of the folder's name: raise it when checkpoint.py writes something else than before.
 _RECIPE = 1
+# Models that kvtier makes itself, with what they are called while they are written.
+RANDOM_MODELS = {"random": "Llama", "hybrid": "Qwen3-Next"}
 
 
 def find_model(wanted: str | None, say: Callable[[str], None]) -> Path:
     """The folder of a checkpoint that vLLM can serve, made where it is missing.
 
-    `wanted` is None for SmolLM2-135M-Instruct, "random" for a tiny random one, or a folder. Raises ConfigError.
+    `wanted` is None for SmolLM2-135M-Instruct, "random" or "hybrid" for a tiny random one, or a folder.
+    Raises ConfigError.
     """
     if wanted is None:
         gguf, version = _smollm2_gguf()
         target = cache_dir() / f"smollm2-135m-instruct-{version}-{_RECIPE}"
         return _checkpoint(target, ["smollm2", str(gguf)], _SMOLLM2_BYTES, "converting SmolLM2-135M, once", say)
-    if wanted == "random":
-        target = cache_dir() / f"random-llama-{_RECIPE}"
-        return _checkpoint(target, ["random"], _RANDOM_BYTES, "writing a tiny random Llama, once", say)
+    if wanted in RANDOM_MODELS:
+        name = RANDOM_MODELS[wanted]
+        target = cache_dir() / f"random-{name.lower()}-{_RECIPE}"
+        return _checkpoint(target, [wanted], _RANDOM_BYTES, f"writing a tiny random {name}, once", say)
     folder = Path(wanted).expanduser().absolute()
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            "--model", f"{folder} without a config.json", "a folder with a Hugging Face checkpoint, or `random`",
+            "--model", f"{folder} without a config.json",
+            "a folder with a Hugging Face checkpoint, `random` or `hybrid`",
             "Name a local folder: nothing is downloaded.",
         )  # fmt: skip
     return folder

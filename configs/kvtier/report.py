@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 from rich import box
@@ -10,9 +10,16 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.doors import CHUNK_TOKENS, Door
 from kvtier.process import IoCounters
 
-CHUNK_TOKENS = 256
+_WITHOUT_POOL: Final[tuple[Door, ...]] = ("plugin", "native")
+_POOL: Final[dict[Door, str]] = {
+    "plugin": "LMCache's CPU pool",
+    "native": "CPU pool",
+    "tier": "vLLM's host tier",
+    "mp": "LMCache's L1 pool",
+}
 # The share of the prompt that a restarted engine has to take from NVMe; what is missing is the tail below one chunk.
 REQUIRED_SHARE = 0.95
 
@@ -32,7 +39,8 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A whole run."""
+    """A whole run. `lmcache_cpu_pool_bytes` is the host memory of whatever cache lies in front of NVMe: LMCache's, or
+    vLLM's own host tier."""
 
     steps: list[Step]
     lmcache_cpu_pool_bytes: int
@@ -41,6 +49,7 @@ class Report(msgspec.Struct, frozen=True):
     nvme_bytes_read: int
     chunks_dropped: int
     chunks_corrupt: int
+    door: Door = "plugin"
 
     def step(self, name: str) -> Step:
         """The step of that name; KeyError where the run has none."""
@@ -84,8 +93,8 @@ class Report(msgspec.Struct, frozen=True):
             faults.append(f"{self.chunks_dropped} chunks were dropped instead of stored.")
         if self.chunks_corrupt:
             faults.append(f"{self.chunks_corrupt} chunks were damaged on their way to the disk and back.")
-        if self.lmcache_cpu_pool_bytes:
-            faults.append(f"LMCache holds a CPU pool of {human_bytes(self.lmcache_cpu_pool_bytes)}.")
+        if self.lmcache_cpu_pool_bytes and self.door in _WITHOUT_POOL:
+            faults.append(f"A CPU pool is held, of {human_bytes(self.lmcache_cpu_pool_bytes)}.")
         return faults
 
 
@@ -134,7 +143,7 @@ def show(report: Report, console: Console) -> None:
         )
     restart = report.step("restart")
     below = Text(
-        f"LMCache's CPU pool: {human_bytes(report.lmcache_cpu_pool_bytes)}; "
+        f"{_POOL[report.door]}: {human_bytes(report.lmcache_cpu_pool_bytes)}; "
         f"staging: {human_bytes(report.staging_bytes)}; chunks dropped: {report.chunks_dropped}\n"
         f"The answer: {cold.text.strip()}"
     )

@@ -92,6 +92,14 @@ class PrefixOrder:
         rank = self._ranks[number]
         return Place(self._key_of(hashes[end - 1], number), self._depth(end, rank), self._parent(hashes, end, rank))
 
+    def depth(self, end: int, number: int) -> int:
+        """The depth of the chunk of group `number` that ends at boundary `end`."""
+        return self._depth(end, self._ranks[number])
+
+    def depths_upto(self, end: int) -> list[int]:
+        """The depths that belong to the keys of `upto`."""
+        return [self._depth(boundary, rank) for boundary, rank in sorted(self._needed(end))]
+
     def _depth(self, end: int, rank: int) -> int:
         return end * len(self._groups) + rank
 

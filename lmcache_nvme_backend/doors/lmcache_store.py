@@ -157,7 +157,7 @@ class ChunkSaver:
         target = StoreTarget(key, digest or ChunkKey(b""), depth, call.request)
         if digest is None:
             self._refuse(target, "unmarked")
-        elif self._store.contains(digest) or self.writes(digest):
+        elif self._store.contains(digest, depth=depth) or self.writes(digest):
             # It is there: its bytes go nowhere, and nothing is lost.
             target.refused, call.request.last = True, digest
         elif call.request.admits(depth) and (refusal := self._refusal(digest)) is not None:
@@ -263,7 +263,8 @@ class ChunkSaver:
         if not request.admits(depth):
             self.dropped.add(request.cause)
             return None
-        if not self._store.contains(digest) and (refusal := self._store.refusal(digest, obj.get_size())) is not None:
+        known = self._store.contains(digest, depth=depth)
+        if not known and (refusal := self._store.refusal(digest, obj.get_size())) is not None:
             request.refuse(depth, refusal.value)
             self.dropped.add(refusal.value)
             return None

@@ -210,32 +210,45 @@ class ChunkStore:
 
     # --- lookups
 
-    def match(self, keys: Sequence[ChunkKey], *, pin: bool = False, again: bool = False) -> int:
+    def match(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        pin: bool = False,
+        again: bool = False,
+        depths: Sequence[int] | None = None,
+    ) -> int:
         """How many leading keys are present. `keys` is a prefix, head first: all that a request could use, since
-        the policy learns from what is missing, too. `again`: the same request has asked before.
+        the policy learns from what is missing, too. `again`: the same request has asked before. `depths`: as given to
+        `put`, where they are not the positions in `keys`; with them what another process has stored is found at once
+        instead of by listing a directory.
 
         Refreshes the recency of those found, so that the head ends as the most recent, and pins each once more where
         `pin`. Present means that the file was there when this process last knew; its content is checked by `get`.
         """
         if self._closed or self._breaker.open:
             return 0
-        self._watcher.follow(keys)
+        self._watcher.follow(keys, depths)
         return self._index.use_prefix(keys, pin, again)
 
-    def contains(self, key: ChunkKey, *, pin: bool = False) -> bool:
-        """Whether one chunk, of a prefix that a request has asked for, is present: refreshes and pins like `match`."""
+    def contains(self, key: ChunkKey, *, pin: bool = False, depth: int = 0) -> bool:
+        """Whether one chunk, of a prefix that a request has asked for, is present: refreshes and pins like `match`.
+
+        For asking before a `put`: what another process has stored is looked for by its likely name at this depth and no
+        further, since a wrong no costs one write that finds it there.
+        """
         if self._closed or self._breaker.open:
             return False
-        self._watcher.follow((key,))
+        self._watcher.follow((key,), (depth,), listing=False)
         return self._index.use(key, pin)
 
-    def known(self, key: ChunkKey, *, look: bool = False) -> bool:
+    def known(self, key: ChunkKey, *, look: bool = False, depth: int = 0) -> bool:
         """Whether a chunk is present, without a use of it. From memory alone, so that it never waits for the disk;
         `look`: also where another store has put it, which may wait."""
         if self._closed or self._breaker.open:
             return False
         if look and key not in self._index:
-            self._watcher.follow((key,))
+            self._watcher.follow((key,), (depth,))
         return key in self._index
 
     def pin(self, key: ChunkKey) -> bool:

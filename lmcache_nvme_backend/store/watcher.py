@@ -64,8 +64,9 @@ class Watcher:
         self._known_ns = 0
         self._unseen = set(_ALL_SHARDS)
 
-    def follow(self, keys: Sequence[ChunkKey]) -> None:
-        """Bring the index up to date for a lookup of this prefix."""
+    def follow(self, keys: Sequence[ChunkKey], depths: Sequence[int] | None = None, listing: bool = True) -> None:
+        """Bring the index up to date for a lookup of this prefix. `depths`: the keys', where they are not 0, 1, 2, …
+        `listing`: whether to list a directory where a key is not found by its likely name."""
         now = time.time_ns()
         if self._read_sessions() and not self._shared and not self._unseen:
             self._known_ns = now
@@ -74,7 +75,7 @@ class Watcher:
         count = self._index.count_prefix(keys)
         if count:
             self._note_size(keys[count - 1])
-        while count < len(keys) and self._look(keys[count], count):
+        while count < len(keys) and self._look(keys[count], count if depths is None else depths[count], listing):
             count = self._index.count_prefix(keys, count)
         while count and self._is_gone(keys[count - 1]):
             count -= 1
@@ -100,7 +101,7 @@ class Watcher:
         self._sessions_ns = _settled(changed_ns, now)
         return True
 
-    def _look(self, key: ChunkKey, depth: int) -> bool:
+    def _look(self, key: ChunkKey, depth: int, listing: bool) -> bool:
         """Whether a missing key is in the index after a look at the disk; `depth` is a guess."""
         shard = key[0]
         unseen = self._unseen  # another thread may replace it, for what happens after this look
@@ -118,7 +119,7 @@ class Watcher:
             return False
         if self._guess(key, depth):
             return True
-        if self._list(shard, changed_ns):
+        if listing and self._list(shard, changed_ns):
             unseen.discard(shard)
         return key in self._index
 

@@ -18,7 +18,8 @@ pytest.importorskip("lmcache")
 
 import httpx
 
-from kvtier.engine import KV_TRANSFER, Completion, Engine, EngineSpec, EngineStartError
+from kvtier.doors import PLUGIN_TRANSFER
+from kvtier.engine import Completion, Engine, EngineSpec, EngineStartError
 from kvtier.model import find_model
 
 EXAMPLE = Path(__file__).parents[2] / "configs/examples/lmcache-nvme.yaml"
@@ -126,7 +127,7 @@ def start_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
             # float32: preemption and batching then never change a greedy token.
             args=("--dtype", "float32", *args),
             env={"VLLM_SERVER_DEV_MODE": "1", **(env or {})},
-            kv_transfer={**KV_TRANSFER, **(transfer or {})},
+            kv_transfer={**PLUGIN_TRANSFER, **(transfer or {})},
             **{"max_model_len": 4096, "max_num_batched_tokens": 1024, "ready_timeout_s": 600, **(spec or {})},
         )
         engine = Engine(what)

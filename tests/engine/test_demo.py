@@ -13,6 +13,8 @@ import pytest
 
 from tests.processes import children_of_this_process, nothing_left
 
+PROJECT = Path(__file__).parents[2]
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
@@ -89,6 +91,40 @@ def test_the_demo_shows_a_prompt_surviving_a_restart(start_demo, tmp_path):
     # 2 KiB of KV a token went to the disk and came back, by the kernel's count.
     assert result["nvme_bytes_written"] >= restart["tokens_from_nvme"] * 2048
     assert result["nvme_bytes_read"] >= restart["tokens_from_nvme"] * 2048
+
+
+@pytest.mark.parametrize(
+    ("door", "model"),
+    [
+        ("native", "hybrid"),
+        pytest.param("native", "random", marks=pytest.mark.long),
+        pytest.param("tier", "hybrid", marks=pytest.mark.long),
+        pytest.param("tier", "random", marks=pytest.mark.long),
+        pytest.param("mp", "random", marks=pytest.mark.long),
+    ],
+)
+def test_the_demo_shows_it_through_the_other_doors(start_demo, tmp_path, door, model):
+    """A prompt survives a restart through each door that can serve the model, a hybrid one too; the same JSON."""
+    with nothing_left():
+        demo = start_demo("--model", model, "--door", door, "--json", str(tmp_path / "result.json"))
+        said, _ = demo.communicate(timeout=560)
+        assert demo.returncode == 0, said.decode()
+    result = json.loads((tmp_path / "result.json").read_text())
+    cold, repeat, restart = result["steps"]
+    assert (cold["tokens_from_nvme"], repeat["tokens_from_nvme"]) == (0, 0)
+    assert restart["tokens_from_nvme"] >= 0.95 * restart["prompt_tokens"] > 4500
+    assert cold["text"] == repeat["text"] == restart["text"] != ""
+    assert result["nvme_bytes_read"] > 0 and result["nvme_bytes_written"] > 0
+    # The doors through vLLM's tiering and LMCache's server pass through host memory, and the JSON does not hide it.
+    assert result["lmcache_cpu_pool_bytes"] == (0 if door == "native" else 1 << 30)
+
+
+def test_a_door_that_cannot_serve_a_model_names_the_one_that_can(start_demo, tmp_path):
+    """Before anything is started."""
+    (tmp_path / "config.json").write_text((PROJECT / "tests/unit/models/qwen3_5-hybrid/config.json").read_text())
+    demo = start_demo("--model", str(tmp_path))
+    said, _ = demo.communicate(timeout=120)
+    assert demo.returncode == 2 and "--door native" in " ".join(said.decode().split())
 
 
 # Of the test run, once vLLM's engine core is there: demo, keeper, server, multiprocessing's tracker, core.

@@ -111,11 +111,34 @@ def test_disk_connector_knows_every_key() -> None:
 
     from vllm.distributed.kv_transfer.kv_connector.v1 import simple_cpu_offload_connector as connector
 
-    plan = PLANS["dgx-spark/qwen3_5-hybrid/1"]
+    plan = planned("dgx-spark", "qwen3_5-hybrid", nvme="/data/kv", nvme_gib=50, target_vllm="0.29.0")
     config = json.loads(plan.vllm_args[plan.vllm_args.index("--kv-transfer-config") + 1])
     assert hasattr(connector, config["kv_connector"])
     source = inspect.getsource(connector)
     assert all(f'"{key}"' in source for key in config["kv_connector_extra_config"])
+
+
+def test_the_native_door_is_found_by_vllms_own_factories() -> None:
+    """Spec and connector load by the names and the module that are rendered, and the door takes its settings."""
+    import json
+
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    from lmcache_nvme_backend.doors.native.settings import check_connector, check_policy, settings_of
+
+    plans = {name: plan for name, plan in PLANS.items() if plan.decision == "nvme-spec"}
+    assert len(plans) > 10
+    for name, plan in plans.items():
+        config = json.loads(plan.vllm_args[plan.vllm_args.index("--kv-transfer-config") + 1])
+        extra = config["kv_connector_extra_config"]
+        nvme = next(tier for tier in plan.tiers if tier.name == "nvme")
+        assert (settings_of(extra).path, settings_of(extra).quota_bytes) == (nvme.path, nvme.bytes), name
+        check_connector(config["kv_connector"])
+        check_policy(config["kv_load_failure_policy"])
+    assert OffloadingSpecFactory.get_spec_cls(extra).__name__ == "NvmeOffloadingSpec"
+    assert KVConnectorFactory.get_connector_class(KVTransferConfig(**config)).__name__ == "NvmeOffloadingConnector"
 
 
 def test_lmcache_loads_every_yaml(tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ def before_start(facts: Facts, plan: Plan, environment: Mapping[str, str], users
     if not plan.serves:
         return checks
     if plan.lmcache_config is not None:
-        checks += [lmcache_check(facts), plugin_check(environment)]
+        checks.append(lmcache_check(facts))
+    if plan.needs_package:
+        checks.append(plugin_check(environment))
     return [
         *checks,
         *_context(plan, environment, users),

@@ -72,6 +72,11 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
         return self.layers.state > 0 and self.layers.full + self.layers.window > 0
 
     @property
+    def mixed(self) -> bool:
+        """Layers of several sorts, whose blocks differ in size."""
+        return sum(count > 0 for count in (self.layers.full, self.layers.window, self.layers.state)) > 1
+
+    @property
     def attention_free(self) -> bool:
         """No layer keeps KV for a token."""
         return self.layers.full + self.layers.window == 0

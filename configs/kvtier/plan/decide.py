@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.detect.memory import main_devices
 from kvtier.facts import Facts, Memory
 from kvtier.geometry import checkpoint, kv
-from kvtier.plan import hosts, lmcache, memory, native, speculation
+from kvtier.plan import hosts, lmcache, memory, native, spec, speculation
 from kvtier.plan.advice import advise, remarks
 from kvtier.plan.draft import Draft, Refusal
 from kvtier.plan.estimate import estimates
@@ -141,7 +141,7 @@ def _unified(draft: Draft) -> None:
     draft.say(
         "unified-refuses-ram", Effect.NOTED, "no RAM tier: its bytes would come from the memory the KV pool lives in."
     )
-    pool = memory.kv_pool_bytes(draft, 0 if draft.geometry.hybrid else lmcache.staging_bytes(draft))
+    pool = memory.kv_pool_bytes(draft, _staging(draft))
     if pool is not None:
         memory.fit_context(draft, pool)
         draft.args += ["--kv-cache-memory-bytes", str(pool)]
@@ -150,8 +150,16 @@ def _unified(draft: Draft) -> None:
         _unified_hybrid(draft)
     else:
         lmcache.nvme(draft)
+        _offer_spec(draft)
     if pool is not None:
         draft.add_pool(pool)
+
+
+def _staging(draft: Draft) -> int:
+    """Host memory that the tier will own, a rank."""
+    if draft.geometry.hybrid:
+        return spec.STAGING if spec.offered(draft) else 0
+    return lmcache.staging_bytes(draft)
 
 
 def _unified_hybrid(draft: Draft) -> None:
@@ -161,12 +169,25 @@ def _unified_hybrid(draft: Draft) -> None:
         'LMCacheConnectorV1 ends the start of a hybrid model ("Failed to promote '
         'local KV cache specs to one unified type"), and --disable-hybrid-kv-cache-manager does not help.',
     )
+    if spec.offered(draft):
+        spec.nvme(draft)
+    else:
+        draft.say(
+            "nvme-spec-not-offered", Effect.NOTED, f"this project's offloading spec is not for {spec.why_not(draft)}."
+        )
     if native.has_disk_connector(draft) and not draft.serving_nodes:
         draft.alternatives.append(
-            Alternative(name="vLLM's disk connector", loses="everything at a restart", how="what this plan emits")
+            Alternative(
+                name="vLLM's disk connector",
+                loses="everything at a restart",
+                how="by hand: SimpleCPUOffloadConnector with kv_offload_backend: disk"
+                if spec.offered(draft)
+                else "what this plan emits",
+            )
         )
-        native.disk_only(draft)
-    else:
+        if not spec.offered(draft):
+            native.disk_only(draft)
+    elif not spec.offered(draft):
         why = (
             "several hosts"
             if draft.serving_nodes
@@ -200,6 +221,18 @@ def _unified_hybrid(draft: Draft) -> None:
             how="the LMCache disk tier, which survives restarts",
         ),
     ]
+
+
+def _offer_spec(draft: Draft) -> None:
+    """The other door to the same store, for a model that both can serve."""
+    if spec.offered(draft):
+        draft.alternatives.append(
+            Alternative(
+                name="this project's offloading spec, without LMCache",
+                loses="the chunks that this plan's tier has stored: the two name them differently",
+                how="by hand: NvmeOffloadingConnector and NvmeOffloadingSpec in --kv-transfer-config (README)",
+            )
+        )
 
 
 def _without_tier(draft: Draft) -> None:
@@ -240,13 +273,19 @@ def _cpu(draft: Draft) -> None:
     )
     memory.fit_context(draft, pool << 30)
     if draft.geometry.hybrid:
+        if spec.offered(draft):
+            spec.nvme(draft)
+            draft.add_pool(pool << 30)
+            return
         draft.say(
             "cpu-hybrid-no-tier",
             Effect.CHOSE,
-            "no tier: LMCache's in-process connector cannot run a hybrid model, and vLLM's own tiers refuse the CPU.",
+            "no tier: LMCache's in-process connector cannot run a hybrid model, vLLM's own tiers refuse the CPU, and "
+            f"this project's offloading spec is not for {spec.why_not(draft)}.",
         )
         return
     lmcache.nvme(draft)
+    _offer_spec(draft)
     draft.add_pool(pool << 30)
 
 

@@ -54,7 +54,7 @@ def ram_and_nvme(draft: Draft) -> None:
     disk.cap(draft, place)
     threads = min(max(draft.facts.physical_cores, _FS_THREADS_LEAST), _FS_THREADS_MOST)
     extra: dict[str, Any] = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": size}
-    if _mixed_groups(draft):
+    if draft.geometry.mixed:
         if draft.target_at_least(*_FIRST_BLOCKS_PER_CHUNK):
             extra["blocks_per_chunk"] = 1
             draft.say(
@@ -138,13 +138,8 @@ def _connector(name: str, extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mixed_groups(draft: Draft) -> bool:
-    layers = draft.geometry.layers
-    return sum(count > 0 for count in (layers.full, layers.window, layers.state)) > 1
-
-
 def _groups_note(draft: Draft) -> None:
-    if _mixed_groups(draft):
+    if draft.geometry.mixed:
         draft.say(
             "blocks-per-chunk",
             Effect.NOTED,

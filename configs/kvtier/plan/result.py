@@ -15,6 +15,7 @@ class Decision(StrEnum):
     NATIVE_RAM_NVME = "native-ram-nvme"
     LMCACHE_NVME = "lmcache-nvme"
     NATIVE_NVME = "native-nvme"
+    NVME_SPEC = "nvme-spec"
     NONE = "none"
     REFUSED = "refused"
 
@@ -134,6 +135,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def serves(self) -> bool:
         """Whether an engine can be started from this plan."""
         return self.decision is not Decision.REFUSED
+
+    @property
+    def needs_package(self) -> bool:
+        """Whether the engine loads code of this project."""
+        return self.decision in (Decision.LMCACHE_NVME, Decision.NVME_SPEC)
 
     @property
     def warnings(self) -> list[Reason]:

@@ -203,9 +203,11 @@ def _dump(document: Any) -> str:
 
 def _image(plan: Plan) -> str:
     """Upstream's image where it holds everything the plan needs; else a variable that the user has to set."""
-    if plan.vendor == "nvidia" and plan.lmcache_config is None and _RELEASED.match(plan.target_vllm):
+    if plan.vendor == "nvidia" and not plan.needs_package and _RELEASED.match(plan.target_vllm):
         return f"vllm/vllm-openai:v{plan.target_vllm}"
-    holds = "vLLM " + plan.target_vllm + (", lmcache and lmcache-nvme-backend" if plan.lmcache_config else "")
+    holds = "vLLM " + plan.target_vllm
+    if plan.needs_package:
+        holds += ", lmcache and lmcache-nvme-backend" if plan.lmcache_config else " and lmcache-nvme-backend"
     return f"${{VLLM_IMAGE:?an image with {holds}}}"
 
 

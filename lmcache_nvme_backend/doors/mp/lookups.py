@@ -45,7 +45,8 @@ class Lookups:
         space, names = head.space, [chunk.name for chunk in chunks if chunk is not None]
         if before := space.book.note(names):
             space.store.match(before, again=True)  # in LMCache's memory, and without them the rest is of no use
-        count = space.store.match(names, pin=True)
+        depth, _ = space.book.place(names[0])
+        count = space.store.match(names, pin=True, depths=range(depth, depth + len(names)))
         # LMCache may hold in its memory what is missing here, so what lies behind a gap counts as well.
         here = [i < count or space.store.pin(name) for i, name in enumerate(names)]
         space.pins.taken([name for name, is_here in zip(names, here, strict=True) if is_here])

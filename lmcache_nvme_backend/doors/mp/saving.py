@@ -60,7 +60,7 @@ class Saver:
             space.dropped.add(PREFIX_LOST)
             return
         result = None
-        if not space.store.contains(name):
+        if not space.store.contains(name, depth=depth):
             result = space.store.refusal(name, len(payload))
         if result is None:
             result = space.store.put(name, payload, depth=depth, parent=parent)

@@ -126,20 +126,25 @@ class NvmeOffloadingManager(OffloadingManager):
         prefix.found = set()
         if not self._may_load(prefix):
             return
-        keys = self._attention(prefix, computed_tokens)
-        count = self._store.match(keys, again=True)
+        keys, depths = self._attention(prefix, computed_tokens)
+        count = self._store.match(keys, again=True, depths=depths)
         prefix.found = set(keys[:count])
 
     def _may_load(self, prefix: RequestPrefix) -> bool:
         return prefix.failures < LOADS_TRIED and prefix.era == self._era
 
-    def _attention(self, prefix: RequestPrefix, computed_tokens: int) -> list[ChunkKey]:
+    def _attention(self, prefix: RequestPrefix, computed_tokens: int) -> tuple[list[ChunkKey], list[int]]:
+        """The keys of the full-attention chunks beyond the computed tokens, head first, and their depths."""
         first = computed_tokens // self._hash_tokens
-        found: list[tuple[int, int, ChunkKey]] = []
-        for rank, group in enumerate(g for g in self._groups if g.window is None):
+        found: list[tuple[int, ChunkKey]] = []
+        for group in (g for g in self._groups if g.window is None):
             ends = range(first // group.hashes * group.hashes + group.hashes, len(prefix.hashes) + 1, group.hashes)
-            found.extend((end, rank, prefix.key_of(prefix.hashes[end - 1], group.number)) for end in ends)
-        return [key for _, _, key in sorted(found)]
+            found.extend(
+                (prefix.order.depth(end, group.number), prefix.key_of(prefix.hashes[end - 1], group.number))
+                for end in ends
+            )
+        found.sort()
+        return [key for _, key in found], [depth for depth, _ in found]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         prefix = _prefix_of(req_context)
@@ -150,23 +155,25 @@ class NvmeOffloadingManager(OffloadingManager):
             return LookupResult.HIT
         group = self._group_of[get_offload_group_idx(key)]
         # States and windows are asked for one by one, and so are the chunks of a prompt's tail, which end inside one.
-        if (group.window is not None or prefix.end(key) % group.hashes) and self._there(chunk):
-            return LookupResult.HIT
+        end = prefix.end(key)
+        if (group.window is not None or end % group.hashes) and end:
+            depths = (prefix.order.depth(end, group.number),)
+            if self._store.match((chunk,), again=True, depths=depths):
+                return LookupResult.HIT
         return LookupResult.MISS
-
-    def _there(self, chunk: ChunkKey) -> bool:
-        return self._store.match((chunk,), again=True) == 1
 
     def end_lookup(self, req_context: ReqContext, computed_tokens: int, hit_tokens: int) -> None:
         """A lookup has found that many tokens beyond the device's own: the use that the store learns from."""
         prefix = _prefix_of(req_context)
         end = (computed_tokens + hit_tokens) // self._hash_tokens if hit_tokens else 0
-        used = prefix.order.upto(prefix.hashes, end)
-        missing = self._attention(prefix, end * self._hash_tokens) if end else self._attention(prefix, computed_tokens)
+        used, depths = prefix.order.upto(prefix.hashes, end), prefix.order.depths_upto(end)
+        missing, behind = self._attention(prefix, end * self._hash_tokens if end else computed_tokens)
         # What the policy of a model with one kind of attention learns from is all that a request could use; with states
         # only what is within their reach counts.
-        asked = used if prefix.order.hybrid else used + missing
-        count = self._store.match(asked, again=prefix.asked)
+        if prefix.order.hybrid:
+            count = self._store.match(used, again=prefix.asked, depths=depths)
+        else:
+            count = self._store.match(used + missing, again=prefix.asked, depths=depths + behind)
         if count < len(used):  # the device holds a head that the store does not: what follows it is used all the same
             self._store.match([key for key in used if key in prefix.found], again=True)
         prefix.prefix = used
@@ -222,16 +229,16 @@ class NvmeOffloadingManager(OffloadingManager):
         prefix = _prefix_of(req_context)
         places = {key: place for key in keys if (place := prefix.place(key)) is not None}
         # From the tail, so that the head of what is there ends as the most recent.
-        missing = [key for key in sorted(places, key=lambda k: -places[k].depth) if self._lacks(places[key].key)]
+        missing = [key for key in sorted(places, key=lambda k: -places[k].depth) if self._lacks(places[key])]
         wanted = {key for key in reversed(missing) if self._admits(prefix, key, places[key])}
         chosen = [key for key in keys if key in wanted]
         self._pending.update(places[key].key for key in chosen)
         return PrepareStoreOutput(chosen, NvmeStoreSpec([places[key] for key in chosen]), [])
 
-    def _lacks(self, chunk: ChunkKey) -> bool:
-        if chunk in self._pending:
+    def _lacks(self, place: Place) -> bool:
+        if place.key in self._pending:
             return False
-        return chunk in self._failed or not self._there(chunk)
+        return place.key in self._failed or not self._store.contains(place.key, depth=place.depth)
 
     def _admits(self, prefix: RequestPrefix, key: OffloadKey, place: Place) -> bool:
         if prefix.era != self._era:

@@ -77,9 +77,13 @@ class Lookups:
             self._questions.put(questions)
 
     def failed(self, request_id: str, keys: Iterable[bytes]) -> None:
-        """These could not be loaded: for this request they are not here, or it would ask for them for ever."""
-        if (asked := self._asked.get(request_id)) is not None:
-            asked.verdicts.update(dict.fromkeys(keys, False))
+        """These could not be loaded: for this request they are not here, or it would ask for them for ever; nor for
+        others that have been told they were."""
+        keys = list(keys)
+        for other, asked in self._asked.items():
+            for key in keys:
+                if other == request_id or key in asked.verdicts:
+                    asked.verdicts[key] = False
 
     def stored(self, request_id: str, keys: Iterable[bytes]) -> None:
         """These are here now, should the request be preempted and ask again."""
@@ -126,15 +130,15 @@ class Lookups:
 
     def _look(self, prefix: RequestPrefix, keys: list[bytes]) -> dict[bytes, bool | None]:
         """By key. Behind attention that is missing nothing of its group is looked for: None, to be asked anew if
-        vLLM should ever come to it."""
+        vLLM should ever come to it. (Of a request that is not known the order is not, either.)"""
         verdicts: dict[bytes, bool | None] = {}
         missing: set[int] = set()
         for key in keys:
-            group = prefix.attention_of(key)
+            group = prefix.attention_of(key) if prefix.hashes else None
             if group in missing:
                 verdicts[key] = None
                 continue
-            verdicts[key] = self._store.known(prefix.key(key), look=True)
+            verdicts[key] = self._store.known(prefix.key(key), look=True, depth=prefix.place(key).depth)
             self.counts.add("hit" if verdicts[key] else "missed")
             if not verdicts[key] and group is not None:
                 missing.add(group)
@@ -145,8 +149,6 @@ class Lookups:
         hashes = prefix.hashes
         if not hashes:
             return
-        if prefix.order.hybrid:
-            end = prefix.order.reach(hashes, self._store.known)
-            self._store.match(prefix.order.upto(hashes, end))
-        else:
-            self._store.match(prefix.order.upto(hashes, prefix.order.whole(len(hashes))))
+        order = prefix.order
+        end = order.reach(hashes, self._store.known) if order.hybrid else order.whole(len(hashes))
+        self._store.match(order.upto(hashes, end), depths=order.depths_upto(end))

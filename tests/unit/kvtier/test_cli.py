@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kvtier.demo import lmcache_config
+from kvtier.demo_doors import lmcache_config
 from kvtier.document import QUESTION, lighthouse_log
 from kvtier.examples import example
 from lmcache_nvme_backend.settings import parse_settings

@@ -55,6 +55,14 @@ def test_versions_are_checked() -> None:
     )
 
 
+def test_a_plan_of_the_native_door_needs_this_package_and_not_lmcache() -> None:
+    """LMCache is not asked for; a filter that leaves this package's plugin out fails all the same."""
+    box = msgspec.structs.replace(facts("dgx-spark"), versions=Versions(vllm="0.32.0"))
+    found = statuses(box, "qwen3_5-hybrid", {"VLLM_PLUGINS": "other"})
+    assert found["decision"] == "pass" and found["plugin"] == "fail" and found["nvme-spec-on-device"] == "warn"
+    assert "lmcache" not in found and "fail" not in (found["load-failure-policy"], found["hash-seed"])
+
+
 def test_filtered_plugin_and_random_seed() -> None:
     """VLLM_PLUGINS that leaves the plugin out, or a missing plugin, fails; a random hash seed warns."""
     found = statuses(facts("dgx-spark"), "qwen3-gqa", {"VLLM_PLUGINS": "other", "PYTHONHASHSEED": "random"})

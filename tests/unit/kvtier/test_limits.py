@@ -193,7 +193,9 @@ def test_staging_of_the_pool_is_the_plans(box: str, name: str) -> None:
     ring = plan.lmcache_config["extra_config"].get("nvme.staging_mib", 256)
     assert f"{ring} MiB staging" in plan.rule("fixed-kv-pool").sentence  # type: ignore[union-attr]
     hybrid = planned(box, "qwen3_5-hybrid")
-    assert "0 GiB staging" in hybrid.rule("fixed-kv-pool").sentence  # type: ignore[union-attr]
+    assert "256 MiB staging" in hybrid.rule("fixed-kv-pool").sentence  # type: ignore[union-attr]
+    without = planned(box, "qwen3_5-hybrid", target_vllm="0.29.0")
+    assert "0 GiB staging" in without.rule("fixed-kv-pool").sentence  # type: ignore[union-attr]
 
 
 def test_no_fixed_pool_has_its_reason() -> None:

@@ -7,9 +7,12 @@ import json
 import msgspec
 import pytest
 
+from kvtier.doors import native_transfer
 from kvtier.facts import Measured
-from kvtier.plan import wishes
+from kvtier.plan import lmcache, spec, wishes
 from kvtier.plan.result import Decision
+from kvtier.render.formats import render
+from lmcache_nvme_backend.doors.native.settings import settings_of
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import parse_settings
 from tests.unit.kvtier.boxes import argument, facts, planned
@@ -113,9 +116,14 @@ def test_blocks_per_chunk_where_needed() -> None:
 
 
 def test_unified_hybrid_alternatives_by_version() -> None:
-    """A hybrid on unified memory: vLLM's disk connector from 0.28 on, no tier before; each way says what it loses."""
-    new = planned("dgx-spark", "qwen3_5-hybrid", nvme="/data/kv", nvme_gib=64)
+    """A hybrid on unified memory: this project's spec from 0.30 on, vLLM's disk connector from 0.28 on, no tier before;
+    each way says what it loses, and an older release why it does not get the newer way."""
+    spec = planned("dgx-spark", "qwen3_5-hybrid")
+    assert spec.decision is Decision.NVME_SPEC and spec.rule("nvme-spec-not-offered") is None
+    assert any(way.loses == "everything at a restart" for way in spec.alternatives)
+    new = planned("dgx-spark", "qwen3_5-hybrid", nvme="/data/kv", nvme_gib=64, target_vllm="0.29.0")
     assert new.decision is Decision.NATIVE_NVME
+    assert "since 0.30" in new.rule("nvme-spec-not-offered").sentence  # type: ignore[union-attr]
     config = json.loads(argument(new, "--kv-transfer-config") or "")
     assert config["kv_connector"] == "SimpleCPUOffloadConnector"
     assert config["kv_connector_extra_config"]["disk_capacity_bytes"] == 64 * 2**30
@@ -125,6 +133,37 @@ def test_unified_hybrid_alternatives_by_version() -> None:
     assert "0.27.1" in old.rule("unified-hybrid-no-tier").sentence  # type: ignore[union-attr]
     assert all(way.loses for way in (*new.alternatives, *old.alternatives))
     assert all(way.name != "vLLM's disk connector" for way in old.alternatives)
+    pair = planned("dgx-spark-pair", "qwen3_5-hybrid")
+    assert pair.decision is Decision.NONE
+    assert "several hosts" in pair.rule("nvme-spec-not-offered").sentence  # type: ignore[union-attr]
+
+
+def test_the_offloading_spec_is_what_its_own_parser_takes() -> None:
+    """One block a chunk for layers of several sorts, 256 tokens else; the quota is the tier's; the pool leaves room for
+    the staging ring; the image must hold this package, and LMCache is not asked for."""
+    plan = planned("dgx-spark", "qwen3_5-hybrid", nvme="/data/kv", nvme_gib=64)
+    config = json.loads(argument(plan, "--kv-transfer-config") or "")
+    assert config == native_transfer("/data/kv", 64, mixed=True)
+    extra = config["kv_connector_extra_config"]
+    assert extra["blocks_per_chunk"] == 1 and "block_size" not in extra
+    assert "block_size" in native_transfer("/data/kv", 64, mixed=False)["kv_connector_extra_config"]
+    settings = settings_of(extra)
+    assert (settings.path, settings.quota_bytes) == ("/data/kv", 64 * 2**30)
+    assert settings.staging_bytes == spec.STAGING == lmcache.DEFAULT_STAGING
+    assert config["kv_load_failure_policy"] == "recompute"
+    assert plan.env == {"PYTHONHASHSEED": "0"} and plan.lmcache_config is None
+    assert plan.needs_package and "lmcache-nvme-backend" in render(plan, "compose")
+    older = planned("dgx-spark", "qwen3_5-hybrid", target_vllm="0.29.0")
+    less = int(argument(older, "--kv-cache-memory-bytes") or 0) - int(argument(plan, "--kv-cache-memory-bytes") or 0)
+    assert less == spec.STAGING
+
+
+def test_the_other_door_is_an_alternative_where_both_would_do() -> None:
+    """A dense model on unified memory gets the LMCache plugin and hears of the spec, where the release has it."""
+    ways = [way.name for way in planned("dgx-spark", "qwen3-gqa").alternatives]
+    assert "this project's offloading spec, without LMCache" in ways
+    assert planned("dgx-spark", "qwen3-gqa", target_vllm="0.29.0").alternatives == []
+    assert planned("dgx-spark-pair", "qwen3-gqa").alternatives == []
 
 
 def test_fixed_pool_on_unified_memory_is_explained() -> None:
@@ -202,7 +241,7 @@ def test_user_says_unified() -> None:
     from kvtier.facts import Memory
 
     plan = planned(overrule(facts("rtx-5090"), Memory.UNIFIED), "qwen3_5-hybrid")
-    assert plan.decision is Decision.NATIVE_NVME
+    assert plan.decision is Decision.NVME_SPEC
     assert plan.rule("memory-is-unified")
 
 

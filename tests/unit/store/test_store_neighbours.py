@@ -185,3 +185,27 @@ def test_a_store_in_a_forked_child_takes_nothing_of_its_parents_away(root):
         assert [peer.namespace for peer in session.live_peers(store._layout)] == [NAMESPACE.digest]
         assert put(store, keys[2], 2, keys[1]) in (PutResult.STORED, PutResult.EXISTS)
         assert all(holds(store, key) for key in keys)
+
+
+def test_depths_that_are_no_positions_are_found_by_name_as_well(root, monkeypatch):
+    """A hybrid model's chunks are numbered along an order of their own: told the depths, a lookup lists nothing."""
+    keys, depths = prefix("hybrid", 30), [7 * i + 3 for i in range(30)]
+    with open_store(root) as one, open_store(root) as two:
+        for key, depth in zip(keys, depths, strict=True):
+            put(two, key, depth)
+        assert one.match(keys[:1], depths=depths[:1]) == 1
+        monkeypatch.setattr(recovery, "list_dir_or_raise", lambda path: pytest.fail(f"{path} was listed"))
+        assert one.match(keys, depths=depths) == 30
+
+
+def test_asking_before_a_store_lists_no_directory(root, monkeypatch):
+    """What another process has stored is found by its likely name; what has an unlikely one is found by the put."""
+    usual, odd, nowhere = prefix("usual", 3), prefix("odd", 1)[0], prefix("nowhere", 1)[0]
+    with open_store(root) as one, open_store(root) as two:
+        put_prefix(two, usual)
+        assert one.match(usual[:1]) == 1
+        assert two.put(odd, aligned(payload_of(odd, 9000)), depth=0) is PutResult.STORED
+        monkeypatch.setattr(recovery, "list_dir_or_raise", lambda path: pytest.fail(f"{path} was listed"))
+        assert one.contains(usual[2], depth=2)
+        assert not one.contains(odd) and not one.contains(nowhere)
+        assert one.put(odd, aligned(payload_of(odd, 9000)), depth=0) is PutResult.EXISTS
