@@ -46,7 +46,17 @@ def unpacked(version: str) -> Path:
 
 def upstream_tests(version: str) -> Path:
     """Directory that holds `tests/` of vLLM's source archive of this release."""
-    target = cache() / f"vllm-{version}-tests"
+    wanted = ("tests/v1/kv_connector/", "tests/v1/kv_offload/", "tests/v1/__init__.py", "tests/__init__.py")
+    return _from_source(version, "tests", wanted)
+
+
+def source(version: str) -> Path:
+    """Directory that holds `vllm/` of a release as its source archive has it: for one without a CPU wheel."""
+    return _from_source(version, "py", ("vllm/",))
+
+
+def _from_source(version: str, what: str, wanted: tuple[str, ...]) -> Path:
+    target = cache() / f"vllm-{version}-{what}"
     with _only_one(target):
         if not target.is_dir():
             with tempfile.TemporaryDirectory(dir=cache()) as temporary:
@@ -56,12 +66,8 @@ def upstream_tests(version: str) -> Path:
                 [archive] = Path(temporary).glob("*.tar.gz")
                 root = archive.name.removesuffix(".tar.gz")
                 with tarfile.open(archive) as tar:
-                    wanted = (
-                        f"{root}/tests/v1/kv_connector/",
-                        f"{root}/tests/v1/__init__.py",
-                        f"{root}/tests/__init__.py",
-                    )
-                    tar.extractall(temporary, [m for m in tar if m.name.startswith(wanted)], filter="data")
+                    places = tuple(f"{root}/{place}" for place in wanted)
+                    tar.extractall(temporary, [m for m in tar if m.name.startswith(places)], filter="data")
                 (Path(temporary) / root).rename(target)
     return target
 

@@ -25,6 +25,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DOCUMENT = 1500
 RAM_TIER = 32 << 20
+SPECS = {
+    "CpuTieringOffloadingSpec": "lmcache_nvme_backend",
+    "StoresButNeverServes": "tests.engine.support.cpu_tiering",
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,7 @@ def tiering_command(model: str, port: int, folder: Path, spec: str) -> list[str]
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "spec_name": spec,
-            "spec_module_path": "tests.engine.support.cpu_tiering",
+            "spec_module_path": SPECS[spec],
             "cpu_bytes_to_use": RAM_TIER,
             "secondary_tiers": [
                 {"type": "fs", "root_dir": str(folder / "fs"), "n_read_threads": 4, "n_write_threads": 4}
@@ -102,7 +106,7 @@ def engines(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 "launch", tiny_model, "--nvme", str(folder / "kv"), "--nvme-gib", "1", "--", *small_pool_arguments(port)
             )
             return Served(words, port, folder)
-        spec = {"tiering": "CpuTieringSpec", "broken": "StoresButNeverServes"}[name]
+        spec = {"tiering": "CpuTieringOffloadingSpec", "broken": "StoresButNeverServes"}[name]
         return Served(tiering_command(tiny_model, port, folder, spec), port, folder, {"PYTHONHASHSEED": "0"})
 
     made = {name: make(name) for name in ("launched", "tiering", "broken")}

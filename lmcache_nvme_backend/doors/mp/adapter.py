@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +27,8 @@ from lmcache_nvme_backend.doors.mp.identity import ModelIdentities
 from lmcache_nvme_backend.doors.mp.loading import Loader
 from lmcache_nvme_backend.doors.mp.lookups import Found, Lookups
 from lmcache_nvme_backend.doors.mp.params import MpSettings, parse_params
+from lmcache_nvme_backend.doors.mp.read_through import ReadThrough
+from lmcache_nvme_backend.doors.mp.remote import Remote, parse_remote
 from lmcache_nvme_backend.doors.mp.residents import Residents
 from lmcache_nvme_backend.doors.mp.saving import Saver
 from lmcache_nvme_backend.doors.mp.spaces import Chunk, Spaces
@@ -53,6 +57,7 @@ class NvmeL2Adapter(L2AdapterInterface):
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         self.settings: MpSettings = parse_params(params)
         tier = self.settings.tier
+        behind = self.settings.behind and parse_remote(self.settings.behind)
         self.degraded = ""
         try:
             with tier_names():
@@ -75,6 +80,14 @@ class NvmeL2Adapter(L2AdapterInterface):
         self._pins_lock = threading.Lock()
         self._pinned: dict[Any, list[Chunk]] = {}
         self._closed = self.degraded != ""
+        self.behind: ReadThrough | None = None
+        if self.settings.behind and not self._closed:
+            self.behind = ReadThrough(
+                Remote(behind, self.settings.behind["type"]),
+                tier.staging_bytes,
+                self.settings.behind_timeout_s,
+                lambda key, chunk, nbytes: self._tell_stored([(key, chunk, nbytes)]),
+            )
         exported.add(self)
 
     # -- descriptors --------------------------------------------------------------------------------------------------
@@ -98,6 +111,8 @@ class NvmeL2Adapter(L2AdapterInterface):
         def run() -> None:
             saved = self._saver.run(keys, objects)
             self._tell_stored(saved.kept)
+            if self.behind is not None:
+                self.behind.offer(saved.new)
             self._store_board.finish(task, L2StoreResult(saved.ok, saved.nbytes))
 
         self._submit(self._store_pool, run, lambda: self._store_board.finish(task, L2StoreResult(False, 0)))
@@ -115,7 +130,8 @@ class NvmeL2Adapter(L2AdapterInterface):
         def run() -> None:
             found = self._lookups.run(keys, group_layout_descs)
             self._pin(keys, found)
-            self._lookup_board.finish(task, _bitmap(found.here))
+            there = self.behind.look(keys, found) if self.behind is not None else []
+            self._lookup_board.finish(task, _bitmap([any(bits) for bits in zip_longest(found.here, there)]))
 
         self._submit(self._lookup_pool, run, lambda: self._lookup_board.finish(task, Bitmap(len(keys))))
         return task
@@ -152,11 +168,18 @@ class NvmeL2Adapter(L2AdapterInterface):
         left = _Countdown(len(keys), lambda: self._finish_load(task, keys, loaded))
 
         def run(i: int) -> None:
-            _, loaded[i] = self._loader.run(keys[i], objects[i])
+            chunk, loaded[i] = self._loader.run(keys[i], objects[i])
+            if loaded[i] or chunk is None or self.behind is None:
+                left.one()
+            else:
+                self._submit(self.behind.fetchers, partial(fetch, self.behind, chunk, i), left.one)
+
+        def fetch(behind: ReadThrough, chunk: Chunk, i: int) -> None:
+            loaded[i] = behind.fetch(keys[i], chunk, objects[i])
             left.one()
 
         for i in range(len(keys)):
-            self._submit(self._load_pool, lambda i=i: run(i), left.one)
+            self._submit(self._load_pool, partial(run, i), left.one)
         if not keys:
             self._finish_load(task, keys, loaded)
         return task
@@ -214,6 +237,7 @@ class NvmeL2Adapter(L2AdapterInterface):
             "refused": refused,
             "stands_aside": aside,
             "degraded": self.degraded,
+            "behind": None if self.behind is None else {"type": self.behind.remote.name, "up": self.behind.remote.up},
         }
 
     def close(self) -> None:
@@ -227,6 +251,8 @@ class NvmeL2Adapter(L2AdapterInterface):
             for thread in pool._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
         exported.remove(self)
+        if self.behind is not None:
+            self.behind.close()
         self.spaces.close()
         for board in (self._lookup_board, self._load_board, self._store_board):
             board.close()

@@ -13,13 +13,28 @@ from lmcache_nvme_backend.metrics import METRICS, Metric
 
 if TYPE_CHECKING:
     from lmcache_nvme_backend.doors.mp.adapter import NvmeL2Adapter
+    from lmcache_nvme_backend.doors.mp.read_through import ReadThrough
     from lmcache_nvme_backend.doors.mp.spaces import Space
 
 _adapters: list[NvmeL2Adapter] = []
 _lock = threading.Lock()
 
 REFUSED = Metric("kvtier_chunks_refused_total", "counter", "Chunks of unproven origin, by cause", "cause")
-_FAMILIES = {metric.name: metric for metric in (*METRICS, REFUSED)}
+# `behind` is the store that several hosts share.
+BEHIND = (
+    Metric("kvtier_behind_up", "gauge", "1 where the store behind answered its last probe"),
+    Metric("kvtier_behind_chunks_hit_total", "counter", "Chunks that lookups found behind and not here"),
+    Metric("kvtier_behind_chunks_loaded_total", "counter", "Chunks loaded from behind, verified and served"),
+    Metric("kvtier_behind_chunks_kept_total", "counter", "Chunks from behind written to this host's own store"),
+    Metric("kvtier_behind_chunks_stored_total", "counter", "Chunks written to the store behind"),
+    Metric("kvtier_behind_chunks_corrupt_total", "counter", "Chunks from behind that were not what was stored"),
+    Metric("kvtier_behind_chunks_load_failed_total", "counter", "Chunks not loaded from behind, by cause", "cause"),
+    Metric("kvtier_behind_chunks_dropped_total", "counter", "Chunks not written to the store behind, by cause", "cause"),
+    Metric("kvtier_behind_bytes_read_total", "counter", "Bytes read from the store behind"),
+    Metric("kvtier_behind_bytes_written_total", "counter", "Bytes written to the store behind"),
+    Metric("kvtier_behind_staging_bytes", "gauge", "Host memory for copies on their way to or from the store behind"),
+)
+_FAMILIES = {metric.name: metric for metric in (*METRICS, REFUSED, *BEHIND)}
 
 
 def add(adapter: NvmeL2Adapter) -> None:
@@ -83,7 +98,24 @@ def _root_values(adapter: NvmeL2Adapter, spaces: list[Space]) -> dict[str, Any]:
     }
     if spaces:
         values["kvtier_used_bytes"] = spaces[0].store.usage().used_bytes
-    return values
+    return values if adapter.behind is None else values | _behind_values(adapter.behind)
+
+
+def _behind_values(behind: ReadThrough) -> dict[str, Any]:
+    counts = behind.counts.snapshot()
+    chunks = {f"kvtier_behind_chunks_{name}_total": counts.get(name, 0) for name in _BEHIND_CHUNKS}
+    return {
+        **chunks,
+        "kvtier_behind_up": behind.remote.up,
+        "kvtier_behind_chunks_load_failed_total": {"absent": 0, **behind.failed.snapshot()},
+        "kvtier_behind_chunks_dropped_total": {"down": 0, **behind.dropped.snapshot()},
+        "kvtier_behind_bytes_read_total": counts.get("bytes_read", 0),
+        "kvtier_behind_bytes_written_total": counts.get("bytes_written", 0),
+        "kvtier_behind_staging_bytes": behind.buffers.limit_bytes,
+    }
+
+
+_BEHIND_CHUNKS = ("hit", "loaded", "kept", "stored", "corrupt")
 
 
 def _space_values(space: Space) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from lmcache_nvme_backend.store import ChunkKey, digest_fields
+from lmcache_nvme_backend.store.direct_io import as_bytes
 
 # A hash below this length is LMCache's `builtin`: 64 bits, seeded anew in every process, and easy to collide.
 LEAST_HASH_BYTES = 16
@@ -53,5 +54,4 @@ def ranks_of(key: Any) -> int:
 
 def bytes_of(obj: Any) -> memoryview:
     """The object's bytes, without a copy; valid as long as LMCache leaves them to us."""
-    view = obj.byte_array
-    return view if isinstance(view, memoryview) else memoryview(view)
+    return as_bytes(memoryview(obj.byte_array))

@@ -49,11 +49,14 @@ class NvmeConnectorScheduler(OffloadingConnectorScheduler):
         self, request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> tuple[int | None, bool]:
         status = self._req_status[request.request_id]
-        if status.transfer_jobs or request.skip_reading_prefix_cache:
-            return super().get_num_new_matched_tokens(request, num_computed_tokens, *args, **kwargs)
-        self.manager.begin_lookup(status.req_context, num_computed_tokens)
-        found = super().get_num_new_matched_tokens(request, num_computed_tokens, *args, **kwargs)
-        self.manager.end_lookup(status.req_context, num_computed_tokens, found[0] or 0)
+        asks = not status.transfer_jobs and not request.skip_reading_prefix_cache
+        if asks:
+            self.manager.begin_lookup(status.req_context, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
+            request, num_computed_tokens, *args, **kwargs
+        )
+        if asks:
+            self.manager.end_lookup(status.req_context, num_computed_tokens, found[0] or 0)
         return found
 
     def build_connector_meta(self, scheduler_output: Any) -> NvmeConnectorMetadata:
@@ -110,7 +113,7 @@ class NvmeConnectorWorker(OffloadingConnectorWorker):
         return set(), received
 
     def build_connector_worker_meta(self) -> NvmeWorkerMetadata | None:
-        meta = super().build_connector_worker_meta()
+        meta: NvmeWorkerMetadata | None = super().build_connector_worker_meta()
         if meta is not None:
             self._connector_worker_meta = NvmeWorkerMetadata()
         return meta
@@ -134,8 +137,8 @@ class NvmeOffloadingConnector(OffloadingConnector):
         except ConfigError as e:
             raise start.refuse(e) from e
         # The base class has made vLLM's own two sides; neither does anything when it is made.
-        if self.connector_scheduler is not None:
-            self.connector_scheduler = NvmeConnectorScheduler(engine.spec, vllm_config, kv_cache_config)
+        if engine.schedules:
+            self.connector_scheduler: Any = NvmeConnectorScheduler(engine.spec, vllm_config, kv_cache_config)
         else:
             self.connector_worker = NvmeConnectorWorker(engine.spec, vllm_config, kv_cache_config)
 

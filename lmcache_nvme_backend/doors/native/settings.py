@@ -48,7 +48,7 @@ def check_connector(name: str | None) -> None:
     """Raises `ConfigError` where a load that fails would end the engine."""
     if name != "NvmeOffloadingConnector":
         raise ConfigError(
-            "kv_connector", repr(name) if name else "another connector", "NvmeOffloadingConnector with NvmeOffloadingSpec",
+            "kv_connector", repr(name) if name else "another one", "NvmeOffloadingConnector with NvmeOffloadingSpec",
             'Set "kv_connector": "NvmeOffloadingConnector" and "kv_connector_module_path": "lmcache_nvme_backend" in '
             "--kv-transfer-config: with vLLM's own connector, a load that fails ends the engine.",
         )  # fmt: skip

@@ -7,8 +7,15 @@ from collections.abc import Callable
 
 from lmcache_nvme_backend.store import ChunkStore
 
+
+
+class _Shared:
+    def __init__(self, store: ChunkStore) -> None:
+        self.store, self.users = store, 0
+
+
 _lock = threading.Lock()
-_open: dict[tuple[str, str], tuple[ChunkStore, int]] = {}
+_open: dict[tuple[str, str], _Shared] = {}
 
 
 def shared(root: str, digest: str, open_it: Callable[[], ChunkStore]) -> tuple[ChunkStore, Callable[[], None]]:
@@ -16,8 +23,9 @@ def shared(root: str, digest: str, open_it: Callable[[], ChunkStore]) -> tuple[C
     it back: the last one closes it. A second call of the same one does nothing."""
     place = (root, digest)
     with _lock:
-        store, users = _open[place] if place in _open else (open_it(), 0)
-        _open[place] = (store, users + 1)
+        found = _open.get(place) or _Shared(open_it())
+        _open[place] = found
+        found.users += 1
     given_back = False
 
     def give_back() -> None:
@@ -26,11 +34,11 @@ def shared(root: str, digest: str, open_it: Callable[[], ChunkStore]) -> tuple[C
             if given_back:
                 return
             given_back = True
-            _, left = _open[place]
-            if left > 1:
-                _open[place] = (store, left - 1)
+            found.users -= 1
+            if found.users:
                 return
-            del _open[place]
-        store.close()
+            if _open.get(place) is found:
+                del _open[place]
+        found.store.close()
 
-    return store, give_back
+    return found.store, give_back

@@ -156,6 +156,7 @@ class ChunkStores:
             return None, None if job.given_up else "staging full"
         with self._changed:
             self._writing.add(place.key)
+            self._lost.pop(place.key, None)  # it has another chance, and what follows it with it
         return slot, None
 
     # -- the threads that write ---------------------------------------------------------------------------------------
@@ -175,9 +176,6 @@ class ChunkStores:
                 # Its predecessor was lost while this one was on its way: it would only take room.
                 self._store.remove(place.key)
                 self._lose(place.key, PREFIX_LOST)
-            else:
-                with self._changed:
-                    self._lost.pop(place.key, None)
         except Exception:
             logger.exception("lmcache_nvme_backend: writing a chunk failed")
             self._lose(place.key, "internal error")

@@ -77,9 +77,13 @@ class Lookups:
             self._questions.put(questions)
 
     def failed(self, request_id: str, keys: Iterable[bytes]) -> None:
-        """These could not be loaded: for this request they are not here, or it would ask for them for ever."""
-        if (asked := self._asked.get(request_id)) is not None:
-            asked.verdicts.update(dict.fromkeys(keys, False))
+        """These could not be loaded: for this request they are not here, or it would ask for them for ever; nor for
+        others that have been told they were."""
+        keys = list(keys)
+        for other, asked in self._asked.items():
+            for key in keys:
+                if other == request_id or key in asked.verdicts:
+                    asked.verdicts[key] = False
 
     def stored(self, request_id: str, keys: Iterable[bytes]) -> None:
         """These are here now, should the request be preempted and ask again."""
@@ -126,11 +130,11 @@ class Lookups:
 
     def _look(self, prefix: RequestPrefix, keys: list[bytes]) -> dict[bytes, bool | None]:
         """By key. Behind attention that is missing nothing of its group is looked for: None, to be asked anew if
-        vLLM should ever come to it."""
+        vLLM should ever come to it. (Of a request that is not known the order is not, either.)"""
         verdicts: dict[bytes, bool | None] = {}
         missing: set[int] = set()
         for key in keys:
-            group = prefix.attention_of(key)
+            group = prefix.attention_of(key) if prefix.hashes else None
             if group in missing:
                 verdicts[key] = None
                 continue

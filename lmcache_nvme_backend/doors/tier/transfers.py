@@ -61,7 +61,7 @@ class Transfers:
 
     def __init__(self, store: ChunkStore, buffer: memoryview, row_bytes: int, threads: int, store_rows: int) -> None:
         """`buffer` is flat; `store_rows` bounds the rows of store jobs that are not finished: each keeps its row from
-        being used for anything else."""
+        being used for anything else. A larger job comes in alone."""
         self._store = store
         self._buffer = buffer
         self._row_bytes = row_bytes
@@ -106,7 +106,7 @@ class Transfers:
         """Keep these rows as these chunks, as far as there is room and reason."""
         job = _Job(job_id, request_id, False, list(keys), [int(row) for row in rows])
         with self._lock:
-            room = self._rows_in_flight + len(job.keys) <= self._store_rows
+            room = self._rows_in_flight + len(job.keys) <= max(self._store_rows, len(job.keys))
             if room:
                 self._rows_in_flight += len(job.keys)
         if not room:
@@ -176,6 +176,9 @@ class Transfers:
 
     def _finish(self, job: _Job, entered: bool = False) -> None:
         seconds = time.monotonic() - job.began
+        if job.is_load:
+            done = set(job.done)
+            job.done = [key for key in job.keys if key in done]
         success = not job.failures and (not job.is_load or len(job.done) == len(job.keys))
         self._finished.put(
             Outcome(
@@ -195,6 +198,8 @@ class Transfers:
                 self._lock.notify_all()
 
     def _row(self, row: int) -> memoryview:
+        if not 0 <= row < len(self._buffer) // self._row_bytes:
+            raise ValueError(f"there is no row {row}")
         return self._buffer[row * self._row_bytes : (row + 1) * self._row_bytes]
 
     # --- the pool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,8 @@ from lmcache.v1.distributed import config as lmcache_config
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-SHAPE = (2, 3, 256, 32)  # K and V, layers, tokens, heads * head size: 96 KiB in 16 bits
+SHAPE = (2, 3, 256, 32)  # K and V, layers, tokens, heads * head size
+OBJECT_BYTES = 96 << 10  # of that shape, in 16 bits
 MODEL = "models/llama#kvtier-" + "ab" * 16
 
 
@@ -56,13 +58,20 @@ class Node:
         parser = argparse.ArgumentParser()
         lmcache_config.add_storage_manager_args(parser)
         arguments = ["--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU", "--l2-adapter", json.dumps(spec)]
-        self.manager: Any = StorageManager(lmcache_config.parse_args_to_config(parser.parse_args(arguments)))
+        parsed = parser.parse_args(arguments, argparse.Namespace(shm_name=""))  # its name is the process's: one each
+        self.manager: Any = StorageManager(lmcache_config.parse_args_to_config(parsed))
         self.adapter: Any = next(iter(self.manager._l2_adapters.values()))
         self._closed = False
 
+    def reserve(self, what: Sequence[Any], desc: Any = None) -> dict[Any, Any]:
+        """Objects in L1 to be written."""
+        older = "mode" in inspect.signature(self.manager.reserve_write).parameters
+        found: dict[Any, Any] = self.manager.reserve_write(list(what), desc or layout(), *(["new"] if older else []))
+        return found
+
     def store(self, what: Sequence[Any], desc: Any = None) -> None:
         """Write the objects to L1, and wait until L2 has taken them."""
-        reserved = self.manager.reserve_write(list(what), desc or layout())
+        reserved = self.reserve(what, desc)
         assert len(reserved) == len(what)
         for key, obj in reserved.items():
             raw(obj)[:] = content(key, obj.get_size())
@@ -107,6 +116,20 @@ class Node:
     def forget(self) -> None:
         """Empty L1, as a restart would."""
         self.manager._l1_manager.clear(force=True)
+
+    @property
+    def root(self) -> Path:
+        adapter = getattr(self.adapter, "inner_adapter", self.adapter)
+        return Path(adapter.settings.tier.path)
+
+    def chunks(self) -> list[Path]:
+        """Chunk files, heads first."""
+        return sorted(self.root.glob("v1/*/*/*.kv"), key=lambda path: int(path.name.split("-")[1], 16))
+
+    def count(self, what: str) -> int:
+        """A counter of all models together: of lookups, loads that failed, or stores that were dropped."""
+        spaces = self.adapter.spaces.all()
+        return sum(c.snapshot().get(what, 0) for space in spaces for c in (space.lookups, space.failed, space.dropped))
 
     def close(self) -> None:
         if not self._closed:

@@ -168,6 +168,8 @@ class World:
         """Empty the host tier, as evictions would."""
         self.settle()
         self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # since 0.33: workers write to no row any more
+            self.manager.on_reset_flushed()
 
 
 def keys_of(request: Request, group: int = ATTENTION) -> list[Any]:

@@ -14,6 +14,7 @@ from kvtier.plan.advice import from_log
 from kvtier.plan.decide import plan
 from kvtier.plan.result import Plan
 from kvtier.plan.wishes import Wishes
+from kvtier.render import lmcache_server
 from kvtier.render.formats import FORMATS, render
 from tests.unit.kvtier.boxes import UNIT
 
@@ -98,9 +99,16 @@ def files(example: Example, fixtures: Path) -> dict[str, str]:
     return found
 
 
+def server_files(fixtures: Path) -> dict[str, str]:
+    """As `files`, for LMCache's server: alone, and with a Redis that several hosts share behind it."""
+    made = make(next(example for example in EXAMPLES if example.name == "cpu-laptop"), fixtures)
+    behind = {"alone": None, "behind-redis": "redis://kv.example:6379"}
+    return {f"lmcache-server/{name}.sh": lmcache_server.render(made, url) for name, url in behind.items()}
+
+
 if __name__ == "__main__":
-    for wanted in EXAMPLES:
-        for name, text in files(wanted, UNIT).items():
+    for made_files in (*(files(wanted, UNIT) for wanted in EXAMPLES), server_files(UNIT)):
+        for name, text in made_files.items():
             path = UNIT.parents[1] / "configs" / "examples" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

@@ -290,3 +290,23 @@ def test_names_and_quota_use_namespace_of_the_store(root):
         assert store.clear() == 2
         assert other.usage().used_bytes == 3 * CHUNK_FILE
         assert store.namespace.digest == NAMESPACE.digest
+
+
+def test_knowing_of_a_chunk_is_no_use_of_it(root):
+    """What only asks whether it is there does not keep it; where another store has put it since is found by a look."""
+    first, second, third = prefix("first", 2), prefix("second", 2), prefix("third", 2)
+    with open_store(root, quota_chunks=5) as store:
+        put_prefix(store, first)
+        put_prefix(store, second)
+        assert all(map(store.known, first)) and not store.known(third[0], look=True)
+        put_prefix(store, third)
+        assert [store.known(key) for key in (*first, *third)] == [True, False, True, True]
+        with open_store(root, quota_chunks=5) as other:
+            other.remove(first[0])
+            fresh = prefix("fresh", 1)
+            put_prefix(other, fresh)
+        assert not store.known(fresh[0])
+        with open_store(root, quota_chunks=5) as other:
+            put_prefix(other, prefix("newest", 1))
+            assert store.known(prefix("newest", 1)[0], look=True)
+    assert not store.known(third[0])

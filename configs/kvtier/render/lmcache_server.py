@@ -1,0 +1,142 @@
+"""The plan through LMCache's multi-process server: its command with NvmeL2Adapter, and vLLM's that uses it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from kvtier.facts import Memory
+from kvtier.plan.result import Decision, Plan
+from kvtier.units import GIB
+from lmcache_nvme_backend.errors import ConfigError
+
+HOST, PORT = "127.0.0.1", 5555
+_REDIS_PORT = 6379
+# LMCache evicts from its memory above this share, so a hit has to fit below it.
+_WATERMARK = 0.8
+_ARGUMENT = "--kv-transfer-config"
+
+
+def render(plan: Plan, behind: str | None = None) -> str:
+    """A shell script of two commands: the server, and the engine that uses it.
+
+    Args:
+        behind: a store that several hosts share: ``redis://[user:password@]host[:port]`` (``valkey://`` is the same),
+            or the JSON object of one of LMCache's L2 adapters.
+
+    Raises:
+        ConfigError: a plan without this tier or for several hosts, or a store that cannot be meant.
+    """
+    if plan.decision is not Decision.LMCACHE_NVME or plan.lmcache_config is None:
+        raise ConfigError(
+            "--door", f"mp, for a plan that is {plan.decision.value}", "mp for a plan of lmcache-nvme",
+            "Leave --door out: this plan's tier does not go through LMCache.",
+        )  # fmt: skip
+    if plan.nodes:
+        raise ConfigError(
+            "--door", "mp, for a plan of several hosts", "mp for one host", "Render it without --nodes, a host at a time."
+        )
+    spec, secrets = parse_behind(behind)
+    pool = l1_gib(plan)
+    server = ["lmcache", "server", "--host", HOST, "--port", str(PORT), "--l1-size-gb", str(pool)]
+    server += ["--eviction-policy", "LRU", "--l2-adapter", _json(adapter(plan, spec))]
+    if plan.memory == Memory.CPU.value:
+        server += ["--supported-transfer-mode", "auto"]
+    env = {name: value for name, value in plan.env.items() if name != "LMCACHE_CONFIG_FILE"}
+    engine = [*plan.command, *_with_connector(plan.vllm_args)]
+    return (
+        f"# LMCache's server. Its {pool} GiB of host memory hold the longest hit, {plan.max_model_len} tokens, beside the\n"
+        "# model's own; the tier itself needs none but the staging of a store behind.\n"
+        f"{_command({'LMCACHE_TRACK_USAGE': 'false', **secrets}, server)}\n"
+        "# vLLM, once the server answers. kvtier.identity proves to the server whose KV it is.\n"
+        f"{_command(env, engine)}\n"
+    )
+
+
+def l1_gib(plan: Plan) -> int:
+    """Host memory of LMCache's L1: what a request loads is in it all at once."""
+    longest = plan.kv_bytes_per_token * plan.max_model_len
+    return max(1, -(-int(longest / _WATERMARK) // GIB))
+
+
+def adapter(plan: Plan, behind: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The server's --l2-adapter: the tier of the plan, with its settings under the door's names."""
+    assert plan.lmcache_config is not None
+    extra = plan.lmcache_config["extra_config"]
+    params = {name.removeprefix("nvme."): value for name, value in extra.items() if name.startswith("nvme.")}
+    params = {"root_dir": params.pop("path"), "quota_gib": params.pop("quota_gib"), **params}
+    if behind is None:
+        params.pop("staging_mib", None)
+    else:
+        params |= {"behind": behind}
+    return {
+        "type": "plugin",
+        "module_path": "lmcache_nvme_backend",
+        "class_name": "NvmeL2Adapter",
+        "adapter_params": params,
+    }
+
+
+def connector() -> dict[str, Any]:
+    """vLLM's --kv-transfer-config."""
+    return {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": f"tcp://{HOST}",
+            "lmcache.mp.port": PORT,
+            "kvtier.identity": "auto",
+        },
+    }
+
+
+def parse_behind(text: str | None) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """The adapter's JSON object for what the user wrote, and what goes into the server's environment instead: its
+    command line is visible to everybody on the host.
+
+    Raises:
+        ConfigError: neither a Redis URL nor a JSON object with a type.
+    """
+    if text is None:
+        return None, {}
+    if text.lstrip().startswith("{"):
+        try:
+            spec = json.loads(text)
+        except ValueError as e:
+            raise _refuse(text, f"It is no JSON: {e}.") from None
+        if not isinstance(spec.get("type"), str):
+            raise _refuse(text, "Give it a type.")
+        return spec, {}
+    try:
+        url = urlsplit(text)
+        port = url.port or _REDIS_PORT
+    except ValueError as e:
+        raise _refuse(text, f"{e}.") from None
+    if url.scheme not in ("redis", "valkey") or not url.hostname:
+        tls = url.scheme in ("rediss", "valkeys")
+        raise _refuse(text, "LMCache's Redis client knows no TLS." if tls else "Such as redis://kv.example:6379.")
+    if url.path.strip("/") not in ("", "0") or url.query:
+        raise _refuse(text, "LMCache's Redis client takes database 0 and no options: leave them out.")
+    named = {"LMCACHE_RESP_USERNAME": url.username, "LMCACHE_RESP_PASSWORD": url.password}
+    secrets = {name: unquote(value) for name, value in named.items() if value}
+    return {"type": "resp", "host": url.hostname, "port": port}, secrets
+
+
+def _refuse(text: str, todo: str) -> ConfigError:
+    return ConfigError("--behind", repr(text), "redis://[user:password@]host[:port], or an L2 adapter's JSON", todo)
+
+
+def _with_connector(args: list[str]) -> list[str]:
+    at = args.index(_ARGUMENT)
+    return [*args[: at + 1], _json(connector()), *args[at + 2 :]]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _command(env: dict[str, str], words: list[str]) -> str:
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(words)])

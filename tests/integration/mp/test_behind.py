@@ -1,0 +1,237 @@
+"""Two LMCache servers with their own NVMe directories over one real Redis server."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+from kvtier.engine import free_port
+from lmcache_nvme_backend.errors import ConfigError
+
+from .conftest import MODEL, keys, layout, wait_for
+
+
+class Redis:
+    """A real Redis server on 127.0.0.1, with nothing on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        binary = shutil.which("redis-server") or shutil.which("valkey-server")
+        if binary is None:
+            pytest.skip("neither redis-server nor valkey-server is installed")
+        self._command = [binary, "--save", "", "--bind", "127.0.0.1", "--dir", str(folder), "--port"]
+        self.port = free_port()
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([*self._command, str(self.port)], stdout=subprocess.DEVNULL)
+        wait_for(self._answers)
+
+    def _answers(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def ask(self, *words: str) -> str:
+        """One command, its answer as the server writes it."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            connection.sendall(f"*{len(words)}\r\n".encode() + b"".join(f"${len(w)}\r\n{w}\r\n".encode() for w in words))
+            return connection.recv(1 << 20).decode(errors="replace")
+
+    def names(self, pattern: str) -> list[str]:
+        return [word for word in self.ask("KEYS", pattern).split("\r\n") if "@" in word]
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Redis]:
+    server = Redis(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def hosts(node, redis, tmp_path):
+    """A factory of hosts: each has a root of its own, and all the same Redis behind."""
+
+    def make(name: str, up: bool = True, **params):
+        behind = {"type": "resp", "host": "127.0.0.1", "port": redis.port, "num_workers": 2}
+        host = node(tmp_path / name, behind=behind, **params)
+        assert not up or host.adapter.behind.remote.wait_up(30)
+        return host
+
+    return make
+
+
+def counted(host, what: str) -> int:
+    return host.adapter.behind.counts.snapshot().get(what, 0)
+
+
+def shared(host, count: int) -> None:
+    """Wait until the store behind has taken so many chunks of this host."""
+    wait_for(lambda: counted(host, "stored") >= count)
+
+
+def kept(host, count: int) -> None:
+    """Wait until so many chunks from behind lie in this host's own store."""
+    wait_for(lambda: counted(host, "kept") >= count)
+
+
+def test_what_one_host_stored_the_other_serves_and_keeps(hosts, redis):
+    """The second host has every byte of it, from Redis first, and from its own disk once Redis is gone, restart
+    included."""
+    first, second = hosts("a"), hosts("b")
+    what = keys(6)
+    first.store(what)
+    shared(first, 6)
+    assert second.fetch(what) == 6
+    assert counted(second, "hit") == counted(second, "loaded") == 6
+    kept(second, 6)
+    redis.stop()
+    second.forget()
+    assert second.fetch(what) == 6
+    assert counted(second, "loaded") == 6
+    second.close()
+    assert hosts("b", up=False).fetch(what) == 6
+
+
+def test_a_longer_prefix_comes_from_both(hosts):
+    """A host that has the head loads the rest from behind; tenants and models stay apart there as well."""
+    first, second = hosts("a"), hosts("b")
+    what = keys(6)
+    second.fetch(what[:2])
+    second.store(what[:2])
+    first.store(what)
+    shared(first, 6)
+    second.forget()
+    assert second.fetch(what) == 6
+    assert counted(second, "loaded") == 4
+    assert second.fetch(keys(6, salt="tenant")) == 0
+    assert second.fetch(keys(6, model=MODEL.replace("ab", "cd"))) == 0
+
+
+def test_a_chunk_that_is_damaged_here_is_healed_from_behind(hosts):
+    """The file is removed, the bytes come from the other store, and lie here again afterwards."""
+    host = hosts("a")
+    what = keys(4)
+    host.fetch(what)
+    host.store(what)
+    shared(host, 4)
+    host.forget()
+    path = host.chunks()[1]
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    assert host.fetch(what) == 4
+    kept(host, 1)
+    assert len(host.chunks()) == 4
+
+
+def test_bytes_from_behind_are_believed_only_with_their_seal(hosts, redis):
+    """A value that was overwritten, and one that belongs to another chunk, are misses, and are counted."""
+    first, second = hosts("a"), hosts("b")
+    what = keys(4)
+    first.store(what)
+    shared(first, 4)
+    names = {bytes.fromhex(name.split("@")[3])[:16]: name for name in redis.names("kvtier-*@*") if "probe" not in name}
+    third, fourth = (names[first.adapter.residents.chunk(key).name] for key in what[2:])
+    assert redis.ask("COPY", third, fourth, "REPLACE").strip() == ":1"
+    assert second.fetch(what) == 3
+    assert counted(second, "corrupt") == 1
+    kept(second, 3)
+    assert redis.ask("SETRANGE", third, "5000", "XXXX").startswith(":")
+    second.forget()
+    assert second.fetch(what) == 3  # its own copy is whole
+    third_host = hosts("c")
+    assert third_host.fetch(what) == 2
+    assert counted(third_host, "corrupt") == 2
+
+
+def test_a_store_behind_that_goes_away_and_returns(hosts, redis):
+    """While it is gone nothing waits for it and nothing fails, and it is said; when it is back it is used again."""
+    host = hosts("a")
+    host.store(keys(2))
+    shared(host, 2)
+    redis.stop()
+    remote = host.adapter.behind.remote
+    host.store(keys(2, seed=1))
+    wait_for(lambda: not remote.up)
+    began = time.monotonic()
+    host.forget()
+    assert host.fetch(keys(2, seed=1)) == 2
+    assert host.fetch(keys(2, seed=2)) == 0
+    assert time.monotonic() - began < host.adapter.settings.behind_timeout_s + 5
+    status = host.adapter.report_status()
+    assert status["behind"] == {"type": "resp", "up": False} and status["is_healthy"]
+    assert REGISTRY.get_sample_value("kvtier_behind_up", {"root": str(host.root)}) == 0
+    redis.start()
+    wait_for(lambda: remote.up, 40)
+    host.store(keys(2, seed=3))
+    shared(host, 4)
+
+
+def test_a_store_behind_that_hangs_costs_one_bounded_wait(hosts, redis):
+    """The first lookup waits its bound and no longer; the next ones do not ask at all. Late answers touch nothing."""
+    first = hosts("a")
+    what = keys(4)
+    first.store(what)
+    shared(first, 4)
+    second = hosts("b", behind_timeout_s=0.5)
+    redis.process.send_signal(signal.SIGSTOP)
+    assert second.fetch(what) == 0
+    assert not second.adapter.behind.remote.up
+    asked = []
+    second.adapter.behind.remote.lookup = lambda keys: asked.append(keys)
+    assert second.fetch(keys(4, seed=1)) == 0
+    assert second.adapter.behind.buffers.in_use == 0
+    redis.process.send_signal(signal.SIGCONT)
+    del second.adapter.behind.remote.lookup
+    wait_for(lambda: second.adapter.behind.remote.up, 40)
+    assert second.fetch(what) == 4
+
+
+def test_a_chunk_larger_than_the_copies_may_be_stays_here(hosts):
+    """staging_mib is the bound on host memory: what does not fit is not shared, is counted, and is stored here."""
+    host = hosts("a", staging_mib=1)
+    large = layout(shape=(2, 48, 256, 32))  # 1.5 MiB
+    host.store(keys(2), large)
+    assert host.adapter.behind.dropped.snapshot() == {"staging full": 2}
+    host.forget()
+    assert host.fetch(keys(2), large) == 2
+    assert counted(host, "stored") == 0
+
+
+def test_a_shared_file_system_behind(node, tmp_path):
+    """Any of LMCache's adapters can stand behind: its fs adapter on a directory that both hosts mount."""
+    behind = {"type": "fs", "base_path": str(tmp_path / "shared")}
+    first, second = (node(tmp_path / name, behind=behind) for name in "ab")
+    assert all(host.adapter.behind.remote.wait_up(30) for host in (first, second))
+    first.store(keys(3))
+    shared(first, 3)
+    assert second.fetch(keys(3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("behind", "named"),
+    [
+        ({"type": "resp"}, "behind"),
+        ({"type": "no-such-store"}, "no-such-store"),
+        ({"type": "nixl_store"}, "several hosts share"),
+        ("redis://host", "a type"),
+        ({"type": "fs", "base_path": "/x", "serde": {"type": "fp8"}}, "behind.serde"),
+    ],
+)
+def test_a_wrong_store_behind_ends_the_start(node, behind, named):
+    """What could never work is refused at once, by the setting's name."""
+    with pytest.raises(ConfigError, match=named):
+        node(behind=behind)
