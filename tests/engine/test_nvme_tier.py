@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ import httpx
 import pytest
 
 from kvtier.engine import Engine, EngineSpec
+from kvtier.model import find_model
 
 from .conftest import Tiered, start_together
-from .support import hybrid as hybrid_model
 from .test_acid_test import maps
 from .test_restart import DAMAGE
 
@@ -63,8 +61,6 @@ class Tier(Tiered):
 
 def start(model: Path, root: Path, folder: Path, name: str, args: tuple[str, ...], **settings: Any) -> Any:
     """A context manager of one engine."""
-    from contextlib import contextmanager
-
     entry = {"type": "NvmeTier", "module_path": "lmcache_nvme_backend", "root_dir": str(root), **settings}
     extra = {
         "spec_name": "CpuTieringOffloadingSpec", "spec_module_path": "lmcache_nvme_backend",
@@ -94,22 +90,9 @@ def start(model: Path, root: Path, folder: Path, name: str, args: tuple[str, ...
 
 
 @pytest.fixture(scope="module")
-def hybrid(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-Next with random weights and the random Llama's tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "hybrid"
-    subprocess.run([sys.executable, hybrid_model.__file__, str(folder)], check=True, capture_output=True)
-    for file in model.glob("tokenizer*"):
-        shutil.copy(file, folder)
-    return folder
-
-
-def state_files(root: Path, namespaces: set[Path]) -> dict[bool, list[Path]]:
-    """New namespaces' chunks, deepest first: those of states, and those of attention."""
-    files = [path for path in root.glob("v1/*/*/*.kv") if path.parents[1] in namespaces]
-    found: dict[bool, list[Path]] = {True: [], False: []}
-    for path in sorted(files, key=lambda p: p.name.split("-")[1], reverse=True):
-        found[int(path.name.split("-")[1], 16) % GROUPS >= FIRST_STATE].append(path)
-    return found
+def hybrid() -> Path:
+    """A Qwen3-Next with random weights."""
+    return find_model("hybrid", lambda _: None)
 
 
 @pytest.fixture(scope="module")
