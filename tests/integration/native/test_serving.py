@@ -27,6 +27,18 @@ def test_a_prompt_comes_from_the_drive_once_the_pool_is_empty_and_after_a_restar
     assert found["files"] == (31 if kind is FULL else 62 + 3)
 
 
+def test_sliding_windows_are_loaded_as_far_as_they_reach(tmp_path: Path) -> None:
+    """Of three windowed groups, what lies within the window; of the attention group, everything."""
+    found = scenarios.restart(tmp_path, window=100)
+    assert found["groups"] == ["FullAttentionSpec", *3 * ["SlidingWindowSpec"]]
+    assert found["served"] == [0, 992, 992]
+    scenarios_root = tmp_path / "damaged"
+    scenarios_root.mkdir()
+    damaged = scenarios.damaged(scenarios_root, 0, window=100)
+    assert damaged["again"] == 992
+    assert damaged["again_loads"] == 1
+
+
 @pytest.mark.parametrize("separate", [False, True], ids=["one process", "two processes"])
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_a_damaged_chunk_of_any_group_costs_a_recompute_and_no_second_load(
