@@ -62,10 +62,10 @@ class Room:
                 max_model_len=2_000,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
-                disable_hybrid_kv_cache_manager=False,
             ),
             cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
         )
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False
         if hybrid:
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.mamba_block_size = block

@@ -212,3 +212,17 @@ def test_a_tier_that_may_degrade_serves_without_a_cache(tmp_path: Path) -> None:
     room.forget()
     assert room.serve("again", prompt(300)) == 0
     room.close()
+
+
+def test_a_scheduler_that_looks_elsewhere_than_rank_0_stores_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two processes that came to different facts would find nothing, and nobody would know why."""
+    room = Room(tmp_path, **FULL)
+    room.serve("same", prompt(100))
+    assert "nothing will be found" not in caplog.text
+    room.worker.connector_worker.spec.namespace = type(room.side.store.namespace)({"other": "facts"})
+    room.serve("differs", prompt(100, seed=2))
+    room.serve("still differs", prompt(100, seed=3))
+    assert caplog.text.count("nothing will be found") == 1
+    room.close()
