@@ -24,7 +24,7 @@ def test_a_prompt_comes_from_the_drive_once_the_pool_is_empty_and_after_a_restar
     """Nothing but the drive holds it, whatever kinds of layers the model has."""
     found = scenarios.restart(tmp_path, **kind)
     assert found["served"] == [0, 992, 992]
-    assert found["files"] == (31 if kind is FULL else 62 + 3)
+    assert found["files"] == found["hits"] == (31 if kind is FULL else 62 + 3)
 
 
 def test_sliding_windows_are_loaded_as_far_as_they_reach(tmp_path: Path) -> None:
