@@ -60,7 +60,11 @@ class RequestPrefix:
 
     def end(self, key: OffloadKey) -> int:
         """The boundary at which the chunk of vLLM's key ends, in block hashes; 0 where it is not of this prefix."""
-        for i in range(len(self._ends), len(self.hashes)):
+        known = len(self._ends)
+        if known > len(self.hashes) or (known and self._ends.get(self.hashes[known - 1]) != known):
+            self._ends.clear()  # a streamed prompt that was cut and went on otherwise
+            known = 0
+        for i in range(known, len(self.hashes)):
             self._ends[self.hashes[i]] = i + 1
         return self._ends.get(get_offload_block_hash(key), 0)
 
