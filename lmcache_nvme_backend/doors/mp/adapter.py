@@ -26,6 +26,7 @@ from lmcache_nvme_backend.doors.mp import exported
 from lmcache_nvme_backend.doors.mp.identity import ModelIdentities
 from lmcache_nvme_backend.doors.mp.loading import Loader
 from lmcache_nvme_backend.doors.mp.lookups import Found, Lookups
+from lmcache_nvme_backend.doors.mp.objects import Lease
 from lmcache_nvme_backend.doors.mp.params import MpSettings, parse_params
 from lmcache_nvme_backend.doors.mp.read_through import ReadThrough
 from lmcache_nvme_backend.doors.mp.remote import Remote, parse_remote
@@ -106,13 +107,13 @@ class NvmeL2Adapter(L2AdapterInterface):
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Store the objects, each in its place of the prefix. The task succeeds unless something failed that should
         have worked: what is not worth writing, or over the day's budget, is dropped and counted."""
-        task = TaskBoard.number()
+        task, lease = TaskBoard.number(), Lease()
 
         def run() -> None:
-            saved = self._saver.run(keys, objects)
+            saved = self._saver.run(keys, objects, lease)
             self._tell_stored(saved.kept)
             if self.behind is not None:
-                self.behind.offer(saved.new)
+                self.behind.offer(saved.new, lease)
             self._store_board.finish(task, L2StoreResult(saved.ok, saved.nbytes))
 
         self._submit(self._store_pool, run, lambda: self._store_board.finish(task, L2StoreResult(False, 0)))
@@ -163,19 +164,19 @@ class NvmeL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Read each object into its memory. A damaged, evicted or unreadable one is a miss of its own."""
-        task = TaskBoard.number()
+        task, lease = TaskBoard.number(), Lease()
         loaded = [False] * len(keys)
         left = _Countdown(len(keys), lambda: self._finish_load(task, keys, loaded))
 
         def run(i: int) -> None:
-            chunk, loaded[i] = self._loader.run(keys[i], objects[i])
+            chunk, loaded[i] = self._loader.run(keys[i], objects[i], lease)
             if loaded[i] or chunk is None or self.behind is None:
                 left.one()
             else:
                 self._submit(self.behind.fetchers, partial(fetch, self.behind, chunk, i), left.one)
 
         def fetch(behind: ReadThrough, chunk: Chunk, i: int) -> None:
-            loaded[i] = behind.fetch(keys[i], chunk, objects[i])
+            loaded[i] = not lease.over and behind.fetch(keys[i], chunk, objects[i], lease)
             left.one()
 
         for i in range(len(keys)):
