@@ -60,6 +60,8 @@ class Node:
         self.manager: Any = StorageManager(lmcache_config.parse_args_to_config(parsed))
         self.adapter: Any = next(iter(self.manager._l2_adapters.values()))
         self._closed = False
+        self._written = self._submitted = 0
+        self._count_submitted()
 
     def reserve(self, what: Sequence[Any], desc: Any = None) -> dict[Any, Any]:
         """Objects in L1 to be written."""
@@ -73,11 +75,24 @@ class Node:
         assert len(reserved) == len(what)
         for key, obj in reserved.items():
             raw(obj)[:] = content(key, obj.get_size())
+        self._written += len(what)
         self.manager.finish_write(list(what))
         self.settle()
 
+    def _count_submitted(self) -> None:
+        """Count what LMCache's store controller hands over: between its queue and its tasks it says nothing of it."""
+        submit = self.adapter.submit_store_task
+
+        def counted(what: list[Any], objects: list[Any]) -> int:
+            task: int = submit(what, objects)
+            self._submitted += len(what)
+            return task
+
+        self.adapter.submit_store_task = counted
+
     def settle(self) -> None:
-        """Until LMCache's store controllers have nothing in flight."""
+        """Until L2 has been given all that was written to L1, and LMCache has nothing in flight."""
+        wait_for(lambda: self._submitted >= self._written)
         quiet = 0
         deadline = time.monotonic() + 20
         while quiet < 3 and time.monotonic() < deadline:
