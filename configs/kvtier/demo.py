@@ -14,11 +14,11 @@ import msgspec
 from kvtier.cachedir import cache_dir, own_folder, require_space
 from kvtier.demo_doors import QUOTA_GIB, Side, door
 from kvtier.document import QUESTION, lighthouse_log
-from kvtier.doors import Door
+from kvtier.doors import CHUNK_TOKENS, Door
 from kvtier.engine import Engine, EngineRequestError, EngineSpec
 from kvtier.model import RANDOM_MODELS, find_model
 from kvtier.process import IoCounters
-from kvtier.report import CHUNK_TOKENS, Report, Step, total_io
+from kvtier.report import Report, Step, total_io
 from kvtier.scrape import Metrics
 from lmcache_nvme_backend.errors import ConfigError
 
