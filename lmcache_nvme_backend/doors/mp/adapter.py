@@ -20,8 +20,10 @@ from typing import Any, Final
 from lmcache.lmcache_native import Bitmap
 from lmcache.logging import init_logger
 from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l1_manager import L1Manager
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 
+from lmcache_nvme_backend.doors.lmcache_compat import lmcache_version
 from lmcache_nvme_backend.doors.mp import exported
 from lmcache_nvme_backend.doors.mp.identity import ModelIdentities
 from lmcache_nvme_backend.doors.mp.loading import Loader
@@ -61,6 +63,7 @@ class NvmeL2Adapter(L2AdapterInterface):
         behind = self.settings.behind and parse_remote(self.settings.behind)
         self.degraded = ""
         try:
+            _check_lmcache()
             with tier_names():
                 check_root(Path(tier.path), StoreSettings(tier.quota_bytes))
         except ConfigError as e:
@@ -283,6 +286,17 @@ class NvmeL2Adapter(L2AdapterInterface):
             tell()
         except Exception:
             logger.exception("lmcache_nvme_backend: a listener of LMCache failed")
+
+
+def _check_lmcache() -> None:
+    """Refuse releases that publish a buffer whose load has failed before they delete it: another request may read it in
+    between, and it may be stored here as the object's bytes. Seen in 0.5.4 and 0.5.5; 0.5.6 has a call that does
+    neither, by which it is known here."""
+    if not hasattr(L1Manager, "finish_write_and_delete"):
+        raise ConfigError(
+            "lmcache", f"{lmcache_version()}, which shows others what a failed load left in its memory", "0.5.6",
+            "Upgrade LMCache, or use LMCacheConnectorV1 with NvmeBackend.",
+        )  # fmt: skip
 
 
 class _Countdown:
