@@ -81,7 +81,8 @@ def damage(path):
 
 @pytest.fixture(scope="module")
 def lives(model, tmp_path_factory):
-    """A first life: cold, repeated, stored; a bit of another prompt's third chunk is flipped. Then a new server and a new engine on the same root."""
+    """A first life: cold, repeated, stored. A bit of another prompt's third chunk is flipped. Then a new server and a
+    new engine on the same root."""
     folder, root = tmp_path_factory.mktemp("mp"), tmp_path_factory.mktemp("root")
     told = {}
     with stack(folder / "first", model, root) as first:
@@ -109,7 +110,7 @@ def test_the_answer_is_the_same_after_a_restart_of_both(lives):
 
 
 def test_a_damaged_file_costs_a_prefill_and_nothing_else(lives):
-    """The chunks before it are served, it is removed and counted, the answer is the right one, and it is stored anew."""
+    """The chunks before it are served, it is removed and counted, the answer is right, and it is stored anew."""
     second, corrupt = lives["second"], "kvtier_chunks_corrupt_total"
     before = second.server.metrics().value(corrupt)
     stored = second.server.metrics().value("kvtier_chunks_stored_total")

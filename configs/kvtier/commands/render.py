@@ -33,7 +33,7 @@ def render(
     rank: Annotated[int, typer.Option(help="Of a plan for several hosts: which one.")] = 0,
     door: Annotated[str, typer.Option(help="`mp`: through LMCache's server; two commands, as --format args.")] = "",
     behind: Annotated[
-        str | None, typer.Option(help="With --door mp: a store that hosts share, redis://HOST:PORT or an adapter's JSON.")
+        str | None, typer.Option(help="With --door mp: a store that hosts share, redis://HOST:PORT or JSON.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

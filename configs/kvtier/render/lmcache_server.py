@@ -36,7 +36,7 @@ def render(plan: Plan, behind: str | None = None) -> str:
         )  # fmt: skip
     if plan.nodes:
         raise ConfigError(
-            "--door", "mp, for a plan of several hosts", "mp for one host", "Render it without --nodes, a host at a time."
+            "--door", "mp, for a plan of several hosts", "mp for one host", "Leave --nodes out: a host at a time."
         )
     spec, secrets = parse_behind(behind)
     pool = l1_gib(plan)
@@ -47,8 +47,7 @@ def render(plan: Plan, behind: str | None = None) -> str:
     env = {name: value for name, value in plan.env.items() if name != "LMCACHE_CONFIG_FILE"}
     engine = [*plan.command, *_with_connector(plan.vllm_args)]
     return (
-        f"# LMCache's server. Its {pool} GiB of host memory hold the longest hit, {plan.max_model_len} tokens, beside the\n"
-        "# model's own; the tier itself needs none but the staging of a store behind.\n"
+        f"# LMCache's server. A hit is in its memory all at once, hence {pool} GiB for {plan.max_model_len} tokens.\n"
         f"{_command({'LMCACHE_TRACK_USAGE': 'false', **secrets}, server)}\n"
         "# vLLM, once the server answers. kvtier.identity proves to the server whose KV it is.\n"
         f"{_command(env, engine)}\n"

@@ -34,8 +34,15 @@ _ARGUMENTS = "vllm.engine.arg_utils"
 _ADAPTERS = "lmcache.integration.vllm.vllm_multi_process_adapter"
 
 
+_armed = False
+
+
 def arm() -> None:
-    """Wrap what has to be wrapped as soon as it is imported, in every process of vLLM."""
+    """Wrap what has to be wrapped as soon as it is imported, in every process of vLLM. A second call is nothing."""
+    global _armed
+    if _armed:
+        return
+    _armed = True
     wrapt.register_post_import_hook(_wrap_arguments, _ARGUMENTS)
     wrapt.register_post_import_hook(_wrap_adapters, _ADAPTERS)
 
@@ -59,10 +66,12 @@ def mark_engine(vllm_config: Any) -> None:
     Raises:
         ConfigError: the engine computes KV that LMCache's keys do not tell apart, or its weights cannot be identified.
     """
-    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    transfer: Any = getattr(vllm_config, "kv_transfer_config", None)
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
     asked = extra.get(ASKED)
     if asked is None:
+        if MARK in extra:  # of another engine: somebody has copied a configuration
+            transfer.kv_connector_extra_config = {name: value for name, value in extra.items() if name != MARK}
         return
     if not isinstance(asked, str) or not asked:
         raise ConfigError(ASKED, repr(asked), '"auto", or a text of your own', 'Set it to "auto".')

@@ -29,7 +29,7 @@ BEHIND = (
     Metric("kvtier_behind_chunks_stored_total", "counter", "Chunks written to the store behind"),
     Metric("kvtier_behind_chunks_corrupt_total", "counter", "Chunks from behind that were not what was stored"),
     Metric("kvtier_behind_chunks_load_failed_total", "counter", "Chunks not loaded from behind, by cause", "cause"),
-    Metric("kvtier_behind_chunks_dropped_total", "counter", "Chunks not written to the store behind, by cause", "cause"),
+    Metric("kvtier_behind_chunks_dropped_total", "counter", "Chunks not written behind, by cause", "cause"),
     Metric("kvtier_behind_bytes_read_total", "counter", "Bytes read from the store behind"),
     Metric("kvtier_behind_bytes_written_total", "counter", "Bytes written to the store behind"),
     Metric("kvtier_behind_staging_bytes", "gauge", "Host memory for copies on their way to or from the store behind"),

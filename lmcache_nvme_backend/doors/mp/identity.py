@@ -64,10 +64,9 @@ class ModelIdentities:
             return f"given:{self._given}:{name}"
         if not self._by_path:
             raise Unproven(
-                f"the keys of {name!r} carry no mark of the engine, so nothing proves which weights their KV is of. Add "
-                '"kvtier.identity": "auto" to kv_connector_extra_config of the engine\'s --kv-transfer-config, with '
-                "lmcache_nvme_backend installed beside vLLM; or set model_fingerprint, or unmarked_models, in "
-                "adapter_params"
+                f"the keys of {name!r} carry no mark of the engine, so nothing proves whose weights their KV is of. "
+                'Add "kvtier.identity": "auto" to kv_connector_extra_config in the --kv-transfer-config of the engine, '
+                "with lmcache_nvme_backend installed beside vLLM; or set model_fingerprint in adapter_params"
             )
         with self._lock:
             known = self._paths.get(name)

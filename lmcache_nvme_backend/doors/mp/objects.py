@@ -49,7 +49,7 @@ def chunk_key(key: Any, layout: Layout) -> ChunkKey | None:
 
 def ranks_of(key: Any) -> int:
     """How many ranks hold a part of each chunk: LMCache packs it into the rank's number."""
-    return max(1, key.kv_rank >> 24 & 0xFF)
+    return max(1, int(key.kv_rank) >> 24 & 0xFF)
 
 
 def bytes_of(obj: Any) -> memoryview:

@@ -243,7 +243,7 @@ class _Probe:
     def step(self) -> None:
         now = time.monotonic()
         if self._future is None:
-            if now >= self._due or self._remote.suspected and now >= self._due - PROBE_UP_S + PROBE_DOWN_S:
+            if now >= self._due or (self._remote.suspected and now >= self._due - PROBE_UP_S + PROBE_DOWN_S):
                 self._begin(now)
             return
         if self._future.done():

@@ -1,7 +1,8 @@
 """Which objects of LMCache's are known to lie here, with their sizes: for its usage reports and quotas.
 
 LMCache counts bytes by `cache_salt` from what it is told is stored and deleted. The chunk store evicts by itself and
-keeps chunks over a restart, so both are told here: an old chunk when it is first found, an evicted one at the next look.
+keeps chunks over a restart, so both are told here: an old chunk when it is first found, an evicted one at the next
+look.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class CpuCopier:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._rows = [_rows(tensor).numpy() for tensor in tensors]
+        self._rows = [as_rows(tensor).numpy() for tensor in tensors]
 
     def mark(self) -> None:
         return None
@@ -70,7 +70,7 @@ class StreamCopier:
         from vllm.platforms import current_platform
 
         self._ops, self._platform = _custom_ops, current_platform
-        self._tensors = [_rows(tensor) for tensor in tensors]
+        self._tensors = [as_rows(tensor) for tensor in tensors]
         self._device = self._tensors[0].device
         self._pointers = torch.uint64 if current_platform.is_xpu() else torch.int64
         self._of_thread = threading.local()
@@ -129,6 +129,6 @@ def make_copier(tensors: Sequence[torch.Tensor]) -> Copier:
     return CpuCopier(tensors) if tensors[0].device.type == "cpu" else StreamCopier(tensors)
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """``[blocks, bytes]`` of vLLM's canonical tensors, whose rows may be further apart than they are long."""
     return tensor if tensor.dtype == torch.int8 and tensor.dim() == 2 else tensor.view(torch.int8).flatten(1)

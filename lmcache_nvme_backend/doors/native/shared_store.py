@@ -8,7 +8,6 @@ from collections.abc import Callable
 from lmcache_nvme_backend.store import ChunkStore
 
 
-
 class _Shared:
     def __init__(self, store: ChunkStore) -> None:
         self.store, self.users = store, 0

@@ -10,12 +10,13 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 from lmcache_nvme_backend.doors import refusals, start
 from lmcache_nvme_backend.doors.hybrid_prefix import ORDER, CacheGroup
 from lmcache_nvme_backend.doors.native import facts
-from lmcache_nvme_backend.doors.native.copies import make_copier
+from lmcache_nvme_backend.doors.native.copies import as_rows, make_copier
 from lmcache_nvme_backend.doors.native.engine import current_engine
 from lmcache_nvme_backend.doors.native.idle import IdleManager, IdleWorker
 from lmcache_nvme_backend.doors.native.layout import group_layouts
 from lmcache_nvme_backend.doors.native.manager import NvmeOffloadingManager
 from lmcache_nvme_backend.doors.native.releases import check_release
+from lmcache_nvme_backend.doors.native.self_test import check_round_trip
 from lmcache_nvme_backend.doors.native.settings import check_policy, settings_of
 from lmcache_nvme_backend.doors.native.shared_store import shared
 from lmcache_nvme_backend.doors.native.staging import open_ring
@@ -119,11 +120,16 @@ class NvmeOffloadingSpec(OffloadingSpec):
 
     def _make_worker(self, kv_caches: CanonicalKVCaches) -> NvmeOffloadingWorker:
         layouts = group_layouts(kv_caches, self.blocks_per_chunk)
-        tensors = [cache.tensor for cache in kv_caches.tensors]
+        tensors = [as_rows(cache.tensor) for cache in kv_caches.tensors]
         ring = open_ring(self.settings, max(layout.nbytes for layout in layouts), tensors[0].device.type)
+        give_back = ring.close
         try:
+            copier = make_copier(tensors)
             store, give_back = self._open_store(max(layout.nbytes for layout in layouts))
+            if self.settings.self_test == "on":
+                check_round_trip(store, ring, copier, layouts, tensors)
         except BaseException:
+            give_back()
             ring.close()
             raise
         rank = self.config.parallel.rank
@@ -136,7 +142,7 @@ class NvmeOffloadingSpec(OffloadingSpec):
         worker = NvmeOffloadingWorker(
             store,
             ring,
-            make_copier(tensors),
+            copier,
             layouts,
             [tokens * self.blocks_per_chunk for tokens in self.tokens_per_block],
             self.settings.io_threads,

@@ -45,7 +45,8 @@ class NvmeOffloadingWorker(OffloadingWorker):
         self.store, self.ring = store, ring
         self._copier, self._layouts, self._wait_s, self._close = copier, layouts, store_wait_s, close
         self._changed = threading.Condition()
-        self.loads = ChunkLoads(store, ring, copier, layouts, io_threads, self._changed)
+        # A thread that reads also copies, and on a busy machine waits for a core: as many again keep the drive busy.
+        self.loads = ChunkLoads(store, ring, copier, layouts, 2 * io_threads, self._changed)
         self.stores = ChunkStores(store, ring, copier, layouts, tokens, io_threads, self._changed)
         self._failed: set[ChunkKey] = set()
         self.stores_s = self.loads_s = 0.0  # time taken of engine steps

@@ -33,9 +33,7 @@ def layout(dtype: torch.dtype = torch.bfloat16, shape: Sequence[int] = SHAPE) ->
 def keys(count: int, seed: int = 0, *, model: str = MODEL, salt: str = "", rank: int = 0, world: int = 1) -> list[Any]:
     """The keys of a prefix of `count` chunks that no other seed shares."""
     kv_rank = ObjectKey.ComputeKVRank(world, rank, world, rank)
-    return [
-        ObjectKey(bytes([seed]) + i.to_bytes(31, "big"), model, kv_rank, cache_salt=salt) for i in range(count)
-    ]
+    return [ObjectKey(bytes([seed]) + i.to_bytes(31, "big"), model, kv_rank, cache_salt=salt) for i in range(count)]
 
 
 def content(key: Any, size: int) -> torch.Tensor:

@@ -242,9 +242,14 @@ def test_a_root_that_goes_away_costs_its_chunks_and_nothing_else(node):
     server.forget()
     shutil.rmtree(server.root / "v1")
     assert server.fetch(what) == 0
-    server.store(what)
-    server.forget()
-    assert server.manager.report_status()["is_healthy"]
+
+    def stored_again() -> bool:
+        server.forget()
+        server.store(what)
+        server.forget()
+        return server.fetch(what) == 4
+
+    wait_for(stored_again)
 
 
 def test_a_task_that_comes_while_it_closes_has_a_result(tmp_path):

@@ -41,7 +41,8 @@ class Redis:
     def ask(self, *words: str) -> str:
         """One command, its answer as the server writes it."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
-            connection.sendall(f"*{len(words)}\r\n".encode() + b"".join(f"${len(w)}\r\n{w}\r\n".encode() for w in words))
+            parts = [f"*{len(words)}", *(part for word in words for part in (f"${len(word)}", word)), ""]
+            connection.sendall("\r\n".join(parts).encode())
             return connection.recv(1 << 20).decode(errors="replace")
 
     def names(self, pattern: str) -> list[str]:

@@ -29,9 +29,7 @@ class Room:
     share an open store. What else is given goes into the connector's extra config.
     """
 
-    def __init__(
-        self, root: Path, *, hybrid: bool, block: int = 16, blocks: int = POOL_BLOCKS, **extra: Any
-    ) -> None:
+    def __init__(self, root: Path, *, hybrid: bool, block: int = 16, blocks: int = POOL_BLOCKS, **extra: Any) -> None:
         from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -67,13 +65,13 @@ class Room:
         separate = extra.pop("separate", False)
         config.kv_transfer_config = KVTransferConfig(
             kv_connector=extra.pop("connector", "NvmeOffloadingConnector"),
-            kv_connector_module_path="lmcache_nvme_backend",
+            kv_connector_module_path=extra.pop("module", "lmcache_nvme_backend"),
             kv_role="kv_both",
             kv_load_failure_policy=policy,
             kv_connector_extra_config={
                 "spec_name": "NvmeOffloadingSpec",
                 "spec_module_path": "lmcache_nvme_backend",
-                "root_dir": str(root),
+                "root_dir": str(extra.pop("root_dir", root)),
                 "quota_gib": 0.01,
                 "staging_mib": 1,
                 "model_fingerprint": "room",
@@ -233,7 +231,10 @@ class Room:
     def _check(self, name: str, group: Any, block: int, tokens: list[int], salt: str) -> None:
         for layer in group.layer_names:
             size = self._state_bytes(group) or self._page(layer)
-            if bytes(self.memory[layer][block].numpy()[:size]) != _content(layer, tokens, salt, self._page(layer))[:size]:
+            if (
+                bytes(self.memory[layer][block].numpy()[:size])
+                != _content(layer, tokens, salt, self._page(layer))[:size]
+            ):
                 self.wrong.append(f"{name}: {layer}, block {block}, {len(tokens)} tokens")
 
     def _write(self, group: Any, block: int, tokens: list[int], salt: str) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from lmcache_nvme_backend.doors.hybrid_prefix import Place
 from lmcache_nvme_backend.doors.native.copies import CpuCopier

@@ -89,7 +89,9 @@ def test_any_adapter_of_lmcache_can_stand_behind() -> None:
     assert json.loads(value(server, "--l2-adapter"))["adapter_params"]["behind"] == spec
 
 
-@pytest.mark.parametrize("text", ["rediss://host", "redis://", "host:6379", "redis://host/3", "{", '{"host": "x"}', "redis://h:x"])
+@pytest.mark.parametrize(
+    "text", ["rediss://host", "redis://", "host:6379", "redis://host/3", "{", '{"host": "x"}', "redis://h:x"]
+)
 def test_what_cannot_be_meant_is_refused(text: str) -> None:
     """The error names the option and says what is allowed."""
     with pytest.raises(ConfigError, match="--behind"):
