@@ -66,6 +66,7 @@ class NvmeConnectorScheduler(OffloadingConnectorScheduler):
             store_jobs=meta.store_jobs,
             jobs_to_flush=meta.jobs_to_flush,
             idle=scheduler_output.total_num_scheduled_tokens == 0,
+            uses=self.manager.take_uses(),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -93,6 +94,8 @@ class NvmeConnectorWorker(OffloadingConnectorWorker):
         self.failed_recving: set[str] = set()
 
     def start_kv_transfers(self, metadata: Any) -> None:
+        if self.worker is not None:
+            self.worker.used(metadata.uses)
         super().start_kv_transfers(metadata)
         if metadata.idle and self.worker is not None:
             self.worker.await_any(IDLE_WAIT_S)

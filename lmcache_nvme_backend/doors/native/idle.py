@@ -42,6 +42,9 @@ class IdleManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         return LookupResult.MISS
 
+    def take_uses(self) -> list[list[ChunkKey]]:
+        return []
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> NvmeLoadSpec:
         return NvmeLoadSpec([], [])
 
@@ -82,6 +85,9 @@ class IdleWorker(OffloadingWorker):
     def take_failed(self) -> set[ChunkKey]:
         failed, self._failed = self._failed, set()
         return failed
+
+    def used(self, prefixes: Iterable[Sequence[ChunkKey]]) -> None:
+        pass
 
     def await_any(self, timeout_s: float) -> None:
         pass

@@ -104,6 +104,7 @@ class NvmeOffloadingManager(OffloadingManager):
         self._failed: dict[ChunkKey, None] = {}
         self._era = ""
         self._warned = False
+        self._uses: list[list[ChunkKey]] = []
         self.hits = self.misses = 0
         self.dropped = Counts()
 
@@ -171,11 +172,15 @@ class NvmeOffloadingManager(OffloadingManager):
         return LookupResult.MISS
 
     def end_lookup(self, req_context: ReqContext, computed_tokens: int, hit_tokens: int) -> None:
-        """A lookup has found that many tokens beyond the device's own: the use that the store learns from."""
+        """A lookup has found that many tokens beyond the device's own: the use that the store learns from.
+
+        What the device holds is used, too: a prefix that is asked for all day shall not be the first to go from the
+        drive because the device has always had it.
+        """
         prefix = _prefix_of(req_context)
-        end = (computed_tokens + hit_tokens) // self._hash_tokens if hit_tokens else 0
+        end = (computed_tokens + hit_tokens) // self._hash_tokens
         used, depths = prefix.order.upto(prefix.hashes, end), prefix.order.depths_upto(end)
-        missing, behind = self._attention(prefix, end * self._hash_tokens if end else computed_tokens)
+        missing, behind = self._attention(prefix, end * self._hash_tokens)
         # What the policy of a model with one kind of attention learns from is all that a request could use; with states
         # only what is within their reach counts.
         if prefix.order.hybrid:
@@ -187,9 +192,16 @@ class NvmeOffloadingManager(OffloadingManager):
         prefix.prefix = used
         if not prefix.asked:
             prefix.asked = True
+            if used and not hit_tokens:
+                self._uses.append(used)
             held = set(prefix.order.upto(prefix.hashes, computed_tokens // self._hash_tokens))
             self.hits += sum(key not in held for key in used)
             self.misses += len(missing)
+
+    def take_uses(self) -> list[list[ChunkKey]]:
+        """The prefixes, head first, that requests have used since the last call without loading anything."""
+        uses, self._uses = self._uses, []
+        return uses
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -32,9 +32,11 @@ class NvmeLoadSpec(LoadStoreSpec):
 
 @dataclass
 class NvmeConnectorMetadata(OffloadingConnectorMetadata):
-    """`idle`: nothing is computed in this step, so its worker may wait a moment for a transfer to finish."""
+    """`idle`: nothing is computed in this step, so its worker may wait a moment for a transfer to finish. `uses`: the
+    prefixes, head first, of requests that need no load."""
 
     idle: bool = False
+    uses: list[list[ChunkKey]] = field(default_factory=list)
 
 
 @dataclass

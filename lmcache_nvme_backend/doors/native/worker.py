@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
@@ -56,6 +56,12 @@ class NvmeOffloadingWorker(OffloadingWorker):
         self.stores.submit(job_id, dst_spec.places, list(self._chunks(src_spec)), self._copier.mark())
         self.stores_s += time.perf_counter() - began
         return True
+
+    def used(self, prefixes: Iterable[Sequence[ChunkKey]]) -> None:
+        """Requests use these without a load. The scheduler's store knows; the order of eviction of this process, where
+        that is another, goes by what it is told."""
+        for prefix in prefixes:
+            self.store.match(prefix, again=True)
 
     def submit_load(self, job_id: int, src_spec: NvmeLoadSpec, dst_spec: GPULoadStoreSpec) -> bool:
         began = time.perf_counter()

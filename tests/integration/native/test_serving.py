@@ -226,3 +226,22 @@ def test_a_scheduler_that_looks_elsewhere_than_rank_0_stores_says_so(
     room.serve("still differs", prompt(100, seed=3))
     assert caplog.text.count("nothing will be found") == 1
     room.close()
+
+
+@pytest.mark.parametrize("separate", [False, True], ids=["one process", "two processes"])
+@both
+def test_what_the_device_serves_all_day_is_not_the_first_to_go_from_the_drive(
+    tmp_path: Path, kind: Any, separate: bool
+) -> None:
+    """Its requests load nothing; a use of its prefix each is all the same."""
+    room = Room(tmp_path, quota_gib=0.004, blocks=2000, admission="all", separate=separate, **kind)
+    room.serve("first", prompt(TOKENS))
+    room.wait_stored()
+    for i in range(12):
+        room.serve(f"again {i}", prompt(TOKENS))
+        room.serve(f"other {i}", prompt(800, seed=100 + i))
+        room.wait_stored()
+    assert room.side.store.stats.evictions > 50
+    room.forget()
+    assert room.serve("last", prompt(TOKENS)) == 992
+    room.close()
