@@ -16,11 +16,8 @@ The break-even is the shortest prefix that comes sooner from the tier than by pr
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,15 +36,14 @@ from rows import Row, number, write_json
 
 from kvtier.demo_doors import lmcache_config
 from kvtier.doors import PLUGIN_TRANSFER
-from kvtier.engine import Engine, EngineSpec, free_port
+from kvtier.engine import Engine, EngineSpec
+from kvtier.lmcache_server import LmcacheServer, LmcacheServerSpec
 from kvtier.model import find_model
-from kvtier.process import KeptProcess
 
 CHUNK_TOKENS = 256
 TAIL_TOKENS = 16  # after the last whole chunk: something is always computed
 SHORT_CHUNKS = (1, 2, 3)  # where the break-even is looked for, besides the lengths asked for
 NONE, TIER, PEER = "no-tier", "nvme-backend", "lmcache-mp-fs"
-READY_S = 90.0
 # The rates of new KV at which the cost of storing is told, in bytes a second.
 RATES = (100_000_000, 1_000_000_000)
 
@@ -67,43 +63,6 @@ def documents(lengths: list[int], rounds: int, vocabulary: int, seed: int = 1) -
         for i in range(rounds)
         for length in lengths
     ]
-
-
-class Server:
-    """LMCache's multi-process server with an fs adapter on `base`, until it answers on its port."""
-
-    def __init__(self, base: Path, log: Path) -> None:
-        self.port = free_port()
-        adapter = json.dumps({"type": "fs", "base_path": str(base)})
-        command = [
-            sys.executable,
-            "-m",
-            "lmcache.v1.multiprocess.server",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-        ]
-        command += ["--supported-transfer-mode", "auto", "--l1-size-gb", "1", "--eviction-policy", "LRU"]
-        command += ["--l2-adapter", adapter]
-        env = EngineSpec(model=base, log=log).environment(os.environ) | {"LMCACHE_LOG_LEVEL": "WARNING"}
-        self.process = KeptProcess(command, env, log, grace_s=10.0)
-        deadline = time.monotonic() + READY_S
-        while True:
-            if self.process.returncode() is not None or time.monotonic() > deadline:
-                self.process.stop()
-                raise RuntimeError(f"LMCache's server did not start:\n{self.process.log_tail()}")
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                time.sleep(0.2)
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.stop()
 
 
 class Bench:
@@ -134,7 +93,7 @@ class Bench:
                     name, lmcache_config=self._folder / "lmcache.yaml", env={"LMCACHE_LOG_LEVEL": "WARNING"}
                 )
             elif subject == PEER:
-                server = stack.enter_context(Server(self.chunks[PEER], self._folder / f"{name}-server.log"))
+                server = stack.enter_context(self._server(f"{name}-server.log"))
                 extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port}
                 transfer = PLUGIN_TRANSFER | {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": extra}
                 spec = self._spec(
@@ -144,6 +103,11 @@ class Bench:
             else:
                 spec = self._spec(name)
             yield stack.enter_context(Engine(spec))
+
+    def _server(self, log: str) -> LmcacheServer:
+        adapter = {"type": "fs", "base_path": str(self.chunks[PEER])}
+        env: dict[str, str | None] = {"LMCACHE_LOG_LEVEL": "WARNING"}
+        return LmcacheServer(LmcacheServerSpec(log=self._folder / log, l2_adapters=(adapter,), env=env))
 
     def settle(self, engine: Engine, subject: str) -> None:
         """Until what the engine stored has come to rest."""

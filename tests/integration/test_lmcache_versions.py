@@ -25,13 +25,7 @@ CHOSEN = (
     "test_beside_cpu_cache.py",
     "test_async_loading.py",
     "test_refusals.py::test_every_adaptation_knows_the_installed_lmcache",
-    "mp/test_adapter.py::test_objects_come_back_from_disk_after_a_restart",
-    "mp/test_adapter.py::test_a_prefix_whose_head_lmcache_holds_is_loaded_from_the_gap_on",
-    "mp/test_adapter.py::test_places_in_the_prefix_are_those_that_the_lookup_named",
-    "mp/test_adapter.py::test_a_damaged_object_is_a_miss_and_is_stored_anew[flipped]",
-    "mp/test_adapter.py::test_lmcaches_quota_of_a_salt_is_enforced_also_after_a_restart",
-    "mp/test_behind.py::test_what_one_host_stored_the_other_serves_and_keeps",
-    "mp/test_engine_mark.py::test_both_of_lmcaches_adapters_use_the_marked_name",
+    "test_lmcache_server_releases.py",
 )
 
 

@@ -20,12 +20,15 @@ from typing import Any, Final
 from lmcache.lmcache_native import Bitmap
 from lmcache.logging import init_logger
 from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l1_manager import L1Manager
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 
+from lmcache_nvme_backend.doors.lmcache_compat import lmcache_version
 from lmcache_nvme_backend.doors.mp import exported
 from lmcache_nvme_backend.doors.mp.identity import ModelIdentities
 from lmcache_nvme_backend.doors.mp.loading import Loader
 from lmcache_nvme_backend.doors.mp.lookups import Found, Lookups
+from lmcache_nvme_backend.doors.mp.objects import Lease
 from lmcache_nvme_backend.doors.mp.params import MpSettings, parse_params
 from lmcache_nvme_backend.doors.mp.read_through import ReadThrough
 from lmcache_nvme_backend.doors.mp.remote import Remote, parse_remote
@@ -60,6 +63,7 @@ class NvmeL2Adapter(L2AdapterInterface):
         behind = self.settings.behind and parse_remote(self.settings.behind)
         self.degraded = ""
         try:
+            _check_lmcache()
             with tier_names():
                 check_root(Path(tier.path), StoreSettings(tier.quota_bytes))
         except ConfigError as e:
@@ -106,13 +110,13 @@ class NvmeL2Adapter(L2AdapterInterface):
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Store the objects, each in its place of the prefix. The task succeeds unless something failed that should
         have worked: what is not worth writing, or over the day's budget, is dropped and counted."""
-        task = TaskBoard.number()
+        task, lease = TaskBoard.number(), Lease()
 
         def run() -> None:
-            saved = self._saver.run(keys, objects)
+            saved = self._saver.run(keys, objects, lease)
             self._tell_stored(saved.kept)
             if self.behind is not None:
-                self.behind.offer(saved.new)
+                self.behind.offer(saved.new, lease)
             self._store_board.finish(task, L2StoreResult(saved.ok, saved.nbytes))
 
         self._submit(self._store_pool, run, lambda: self._store_board.finish(task, L2StoreResult(False, 0)))
@@ -163,19 +167,19 @@ class NvmeL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Read each object into its memory. A damaged, evicted or unreadable one is a miss of its own."""
-        task = TaskBoard.number()
+        task, lease = TaskBoard.number(), Lease()
         loaded = [False] * len(keys)
         left = _Countdown(len(keys), lambda: self._finish_load(task, keys, loaded))
 
         def run(i: int) -> None:
-            chunk, loaded[i] = self._loader.run(keys[i], objects[i])
+            chunk, loaded[i] = self._loader.run(keys[i], objects[i], lease)
             if loaded[i] or chunk is None or self.behind is None:
                 left.one()
             else:
                 self._submit(self.behind.fetchers, partial(fetch, self.behind, chunk, i), left.one)
 
         def fetch(behind: ReadThrough, chunk: Chunk, i: int) -> None:
-            loaded[i] = behind.fetch(keys[i], chunk, objects[i])
+            loaded[i] = not lease.over and behind.fetch(keys[i], chunk, objects[i], lease)
             left.one()
 
         for i in range(len(keys)):
@@ -282,6 +286,17 @@ class NvmeL2Adapter(L2AdapterInterface):
             tell()
         except Exception:
             logger.exception("lmcache_nvme_backend: a listener of LMCache failed")
+
+
+def _check_lmcache() -> None:
+    """Refuse releases that publish a buffer whose load has failed before they delete it: another request may read it in
+    between, and it may be stored here as the object's bytes. Seen in 0.5.4 and 0.5.5; 0.5.6 has a call that does
+    neither, by which it is known here."""
+    if not hasattr(L1Manager, "finish_write_and_delete"):
+        raise ConfigError(
+            "lmcache", f"{lmcache_version()}, which shows others what a failed load left in its memory", "0.5.6",
+            "Upgrade LMCache, or use LMCacheConnectorV1 with NvmeBackend.",
+        )  # fmt: skip
 
 
 class _Countdown:

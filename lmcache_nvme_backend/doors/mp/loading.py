@@ -6,7 +6,7 @@ from typing import Any
 
 from lmcache.logging import init_logger
 
-from lmcache_nvme_backend.doors.mp.objects import bytes_of, layout_of_object
+from lmcache_nvme_backend.doors.mp.objects import Lease, bytes_of, layout_of_object
 from lmcache_nvme_backend.doors.mp.spaces import Chunk, Spaces
 from lmcache_nvme_backend.store import Hit
 
@@ -21,8 +21,10 @@ class Loader:
     def __init__(self, spaces: Spaces) -> None:
         self._spaces = spaces
 
-    def run(self, key: Any, obj: Any) -> tuple[Chunk | None, bool]:
+    def run(self, key: Any, obj: Any, lease: Lease) -> tuple[Chunk | None, bool]:
         """The object's chunk, where it may be served, and whether its bytes are in `obj` now."""
+        if lease.over:
+            return None, False  # its memory may be another object's by now
         try:
             chunk = self._spaces.chunk(key, layout_of_object(obj))
             return chunk, chunk is not None and self._load(chunk, obj)

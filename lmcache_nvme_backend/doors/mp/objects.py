@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -12,7 +13,23 @@ from lmcache_nvme_backend.store import ChunkKey, digest_fields
 from lmcache_nvme_backend.store.direct_io import as_bytes
 
 # A hash below this length is LMCache's `builtin`: 64 bits, seeded anew in every process, and easy to collide.
-LEAST_HASH_BYTES = 16
+LEAST_HASH_BYTES: Final = 16
+
+
+# How long an object's memory is surely LMCache's to lend: its own locks on it end after 300 s for reads and 600 s for
+# writes (`read_ttl_seconds`, `write_ttl_seconds`), and then the memory may hold another object.
+LENT_S: Final = 240.0
+
+
+class Lease:
+    """The time for which the memory of one task's objects may be touched, from the task's submission on."""
+
+    def __init__(self) -> None:
+        self._until = time.monotonic() + LENT_S
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self._until
 
 
 class Layout(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.mp.buffers import Buffer, Buffers
 from lmcache_nvme_backend.doors.mp.lookups import Found
-from lmcache_nvme_backend.doors.mp.objects import bytes_of
+from lmcache_nvme_backend.doors.mp.objects import Lease, bytes_of
 from lmcache_nvme_backend.doors.mp.remote import Remote
 from lmcache_nvme_backend.doors.mp.sealed import SEAL_BYTES, is_whole, seal
 from lmcache_nvme_backend.doors.mp.spaces import Chunk
@@ -74,7 +74,7 @@ class ReadThrough:
         self.counts.add("hit", sum(there))
         return there
 
-    def fetch(self, key: Any, chunk: Chunk, obj: Any) -> bool:
+    def fetch(self, key: Any, chunk: Chunk, obj: Any, lease: Lease) -> bool:
         """Load one object's bytes into `obj`. Blocks within a bound that its size sets."""
         into = bytes_of(obj)
         wait_s = self._timeout_s + len(into) / SLOWEST_BYTES_PER_S
@@ -94,15 +94,16 @@ class ReadThrough:
             self.remote.suspect(f"a load was not finished within {wait_s:g} s")
             self.failed.add("time-out")
             return False
-        if loaded and is_whole(buffer.view, chunk.name, chunk.space.store.namespace.raw_digest):
+        whole = loaded and is_whole(buffer.view, chunk.name, chunk.space.store.namespace.raw_digest)
+        if whole and not lease.over:
             into[:] = buffer.view[:-SEAL_BYTES]
             self.counts.add("loaded")
             self.counts.add("bytes_read", len(into))
             self._keep(key, chunk, buffer)
             return True
         self.buffers.give(buffer)
-        self.failed.add("corrupt" if loaded else "absent")
-        if loaded:
+        self.failed.add("too late" if whole else "corrupt" if loaded else "absent")
+        if loaded and not whole:
             self.counts.add("corrupt")
             logger.warning("lmcache_nvme_backend: a chunk of the store behind (%s) is damaged", self.remote.name)
         return False
@@ -135,18 +136,18 @@ class ReadThrough:
 
     # -- store
 
-    def offer(self, new: Sequence[tuple[Any, Chunk, Any]]) -> None:
+    def offer(self, new: Sequence[tuple[Any, Chunk, Any]], lease: Lease) -> None:
         """Send copies of these objects there; what cannot be sent is counted and forgotten."""
         for key, chunk, obj in new:
             try:
-                why = self._send(key, chunk, bytes_of(obj))
+                why = self._send(key, chunk, bytes_of(obj), lease)
             except Exception:
                 logger.exception("lmcache_nvme_backend: a chunk could not be sent to the store behind")
                 why = "error"
             if why:
                 self.dropped.add(why)
 
-    def _send(self, key: Any, chunk: Chunk, payload: memoryview) -> str:
+    def _send(self, key: Any, chunk: Chunk, payload: memoryview, lease: Lease) -> str:
         """Why it was not sent, or nothing."""
         if not self.remote.up:
             return "down"
@@ -154,6 +155,9 @@ class ReadThrough:
         if buffer is None:
             return "staging full"
         buffer.view[:-SEAL_BYTES] = payload
+        if lease.over:
+            self.buffers.give(buffer)
+            return "too late"
         seal(buffer.view, chunk.name, chunk.space.store.namespace.raw_digest)
         future = self.remote.store(_name(key, chunk), buffer.obj)
         if future is None:

@@ -66,6 +66,7 @@ class Remote:
         self._up = threading.Event()
         self._suspect = False
         self._stop = threading.Event()
+        self._closing: threading.Thread | None = None
         self._why = ""
         self._thread = threading.Thread(target=self._run, name="kvtier-behind", daemon=True)
         self._thread.start()
@@ -192,8 +193,10 @@ class Remote:
         self._up.clear()
 
     def renew(self) -> None:
-        """Give this client up; the next turn makes another."""
-        self._drop_adapter()
+        """Give this client up; the next turn makes another. Not while an earlier one still hangs in its end: a store
+        that is stuck for hours must not cost a client every few seconds."""
+        if self._closing is None or not self._closing.is_alive():
+            self._drop_adapter()
 
     def _drop_adapter(self) -> None:
         """What was pending is lost, but for its buffers: those are free once the old client has ended."""
@@ -211,10 +214,10 @@ class Remote:
             for (kind, _), (future, _) in pending.items():
                 future.set_result([] if kind == "lookup" else False)
 
-        closing = threading.Thread(target=end, name="kvtier-behind-close", daemon=True)
-        closing.start()
+        self._closing = threading.Thread(target=end, name="kvtier-behind-close", daemon=True)
+        self._closing.start()
         if self._stop.is_set():
-            closing.join(_CLOSE_WAIT_S)
+            self._closing.join(_CLOSE_WAIT_S)
 
     @property
     def suspected(self) -> bool:

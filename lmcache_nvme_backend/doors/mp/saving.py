@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from lmcache.logging import init_logger
 
-from lmcache_nvme_backend.doors.mp.objects import bytes_of, layout_of_object
+from lmcache_nvme_backend.doors.mp.objects import Lease, bytes_of, layout_of_object
 from lmcache_nvme_backend.doors.mp.spaces import Chunk, Spaces
 from lmcache_nvme_backend.store import ChunkKey, PutResult
 
@@ -20,6 +20,8 @@ _DECIDED = (PutResult.FIRST_SIGHT, PutResult.WRITE_BUDGET)
 _ALREADY_THERE = (PutResult.EXISTS, PutResult.BUSY, *_DECIDED)
 # What follows a chunk that was not stored is of no use.
 PREFIX_LOST = "prefix lost"
+# The disk was so slow that LMCache's lock on the object's memory may have ended.
+TOO_LATE = "too late"
 
 
 class Saved(msgspec.Struct):
@@ -32,23 +34,23 @@ class Saved(msgspec.Struct):
 
 
 class Saver:
-    """Thread-safe; nothing is raised. The objects' memory is read until `run` returns."""
+    """Thread-safe; nothing is raised. The objects' memory is read until `run` returns, and as long as its lease."""
 
     def __init__(self, spaces: Spaces) -> None:
         self._spaces = spaces
 
-    def run(self, keys: Sequence[Any], objects: Sequence[Any]) -> Saved:
+    def run(self, keys: Sequence[Any], objects: Sequence[Any], lease: Lease) -> Saved:
         saved = Saved()
         lost: set[ChunkKey] = set()
         for key, obj in zip(keys, objects, strict=True):
             try:
-                self._save(key, obj, saved, lost)
+                self._save(key, obj, saved, lost, lease)
             except Exception:
                 logger.exception("lmcache_nvme_backend: an object could not be stored")
                 saved.ok = False
         return saved
 
-    def _save(self, key: Any, obj: Any, saved: Saved, lost: set[ChunkKey]) -> None:
+    def _save(self, key: Any, obj: Any, saved: Saved, lost: set[ChunkKey], lease: Lease) -> None:
         chunk = self._spaces.chunk(key, layout_of_object(obj))
         if chunk is None:
             return
@@ -62,8 +64,18 @@ class Saver:
         result = None
         if not space.store.contains(name, depth=depth):
             result = space.store.refusal(name, len(payload))
-        if result is None:
+        if lease.over:
+            result = None
+        elif result is None:
             result = space.store.put(name, payload, depth=depth, parent=parent)
+            if lease.over and result is PutResult.STORED:
+                space.store.remove(name)  # nobody knows what its memory held in the end
+                result = None
+        if result is None:
+            lost.add(name)
+            space.dropped.add(TOO_LATE)
+            saved.ok = False
+            return
         if not result.kept:
             lost.add(name)
             space.dropped.add(result.value)

@@ -72,6 +72,7 @@ class NvmeConnectorScheduler(OffloadingConnectorScheduler):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, NvmeWorkerMetadata):
             self.manager.loads_failed(meta.failed_keys)
+            self.manager.compare(meta.namespace)
         for request_id in connector_output.failed_recving or ():
             if (status := self._req_status.get(request_id)) is not None:
                 self.manager.load_failed(status.req_context)
@@ -116,6 +117,8 @@ class NvmeConnectorWorker(OffloadingConnectorWorker):
         meta: NvmeWorkerMetadata | None = super().build_connector_worker_meta()
         if meta is not None:
             self._connector_worker_meta = NvmeWorkerMetadata()
+            if self.spec.config.parallel.rank == 0:
+                meta.namespace = self.spec.namespace.digest
         return meta
 
     def take_failed_recving(self) -> set[str]:

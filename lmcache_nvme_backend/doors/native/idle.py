@@ -51,6 +51,9 @@ class IdleManager(OffloadingManager):
     def loads_failed(self, chunks: Iterable[ChunkKey]) -> None:
         pass
 
+    def compare(self, namespace: str) -> None:
+        pass
+
     def load_failed(self, req_context: ReqContext) -> None:
         pass
 

@@ -24,7 +24,7 @@ from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Hit
 # A read waits this long for a slot. Others give theirs back in the time of one transfer, so only a drive that hangs
 # reaches it; then the chunk is one that could not be loaded.
 SLOT_WAIT_S = 10.0
-# A job in which nothing has moved for this long fails: the drive hangs, and the prompt can be computed meanwhile.
+# Jobs fail where nothing has moved for this long: the drive hangs, and the prompts can be computed meanwhile.
 STALL_S = 30.0
 
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
@@ -110,6 +110,7 @@ class ChunkLoads:
         self._running: dict[int, LoadJob] = {}
         self._finished: deque[LoadJob] = deque()
         self._pins: dict[int, list[ChunkKey]] = {}
+        self._moved_at = 0.0  # of any job: one that waits for its turn does not stall
         self.failed = Counts()
         self.loaded = 0
         self.seconds = 0.0
@@ -139,6 +140,7 @@ class ChunkLoads:
             self.failed.add("internal error")
             job.failed.add(key)
         finally:
+            self._moved_at = time.monotonic()
             job.chunk_done()
 
     def _move(self, job: LoadJob, key: ChunkKey, chunk: ChunkBlocks, mark: Any) -> str | None:
@@ -173,7 +175,7 @@ class ChunkLoads:
         """The jobs that are over since the last call."""
         now = time.monotonic()
         for job in list(self._running.values()):
-            if now - job.moved_at > STALL_S and job.wanted:
+            if now - max(job.moved_at, self._moved_at) > STALL_S and job.wanted:
                 self.failed.add("stalled")
                 job.give_up(set(self._pins[job.job_id]))
         done = []

@@ -6,6 +6,7 @@ lookup begins, and one when it has ended, which is the use that the store's orde
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,6 +28,8 @@ from lmcache_nvme_backend.doors.hybrid_prefix import CacheGroup, Place, PrefixOr
 from lmcache_nvme_backend.doors.native.transfers import NvmeLoadSpec, NvmeStoreSpec
 from lmcache_nvme_backend.metrics import MetricsExporter, Values
 from lmcache_nvme_backend.store import ChunkKey, ChunkStore, digest_fields
+
+logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
 # A request whose loads failed this often is computed: each further try could fail on another chunk.
 LOADS_TRIED = 3
@@ -57,7 +60,11 @@ class RequestPrefix:
 
     def end(self, key: OffloadKey) -> int:
         """The boundary at which the chunk of vLLM's key ends, in block hashes; 0 where it is not of this prefix."""
-        for i in range(len(self._ends), len(self.hashes)):
+        known = len(self._ends)
+        if known > len(self.hashes) or (known and self._ends.get(self.hashes[known - 1]) != known):
+            self._ends.clear()  # a streamed prompt that was cut and went on otherwise
+            known = 0
+        for i in range(known, len(self.hashes)):
             self._ends[self.hashes[i]] = i + 1
         return self._ends.get(get_offload_block_hash(key), 0)
 
@@ -96,6 +103,7 @@ class NvmeOffloadingManager(OffloadingManager):
         self._pins: Counter[ChunkKey] = Counter()
         self._failed: dict[ChunkKey, None] = {}
         self._era = ""
+        self._warned = False
         self.hits = self.misses = 0
         self.dropped = Counts()
 
@@ -216,6 +224,17 @@ class NvmeOffloadingManager(OffloadingManager):
             self._failed[chunk] = None
         while len(self._failed) > FAILED_REMEMBERED:
             del self._failed[next(iter(self._failed))]
+
+    def compare(self, namespace: str) -> None:
+        """Say it aloud, once, where rank 0 has another namespace open than what lookups go to: nothing would be found,
+        and nobody would know why."""
+        own = self._store.namespace.digest
+        if namespace and namespace != own and not self._warned:
+            self._warned = True
+            logger.error(
+                "lmcache_nvme_backend: the scheduler looks in namespace %s and rank 0 stores in %s: nothing will be "
+                "found. Their namespace.json tell what differs; please report it.", own, namespace,
+            )  # fmt: skip
 
     def load_failed(self, req_context: ReqContext) -> None:
         """A request's load failed, and it will be looked up again."""

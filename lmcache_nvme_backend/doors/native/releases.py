@@ -39,6 +39,15 @@ def check_release() -> None:
             raise _refusal(f"whose {module}.{name} has no {lacking[0]}", "Use a release that this door knows.")
 
 
+def window_in_chunks() -> Any:
+    """vLLM's function of a group's specification and its chunk's tokens: how many chunks a load needs, None for all."""
+    name = "get_sliding_window_size_in_chunks"
+    for module in ("scheduler", "config"):  # where it is until 0.32, and since
+        if (found := getattr(import_module(f"{_OFFLOADING}.{module}"), name, None)) is not None:
+            return found
+    raise _refusal(f"whose {_OFFLOADING} has no {name}", "Use a release that this door knows.")
+
+
 def _refusal(why: str, todo: str) -> ConfigError:
     import vllm
 

@@ -15,7 +15,7 @@ from lmcache_nvme_backend.doors.native.engine import current_engine
 from lmcache_nvme_backend.doors.native.idle import IdleManager, IdleWorker
 from lmcache_nvme_backend.doors.native.layout import group_layouts
 from lmcache_nvme_backend.doors.native.manager import NvmeOffloadingManager
-from lmcache_nvme_backend.doors.native.releases import check_release
+from lmcache_nvme_backend.doors.native.releases import check_release, window_in_chunks
 from lmcache_nvme_backend.doors.native.self_test import check_round_trip
 from lmcache_nvme_backend.doors.native.settings import check_policy, settings_of
 from lmcache_nvme_backend.doors.native.shared_store import shared
@@ -46,7 +46,7 @@ class NvmeOffloadingSpec(OffloadingSpec):
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         self.groups = [self._group(group) for group in config.groups]
-        self._namespace = facts.namespace(self.settings, config, self._engine.vllm_config, self._engine.kv_cache_config)
+        self.namespace = facts.namespace(self.settings, config, self._engine.vllm_config, self._engine.kv_cache_config)
         if any(group.window is not None for group in self.groups) and self.settings.admission == "second-sight":
             raise ConfigError(
                 "admission", "second-sight with a hybrid model", "all, auto",
@@ -54,13 +54,9 @@ class NvmeOffloadingSpec(OffloadingSpec):
             )  # fmt: skip
 
     def _group(self, group: Any) -> CacheGroup:
-        from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import get_sliding_window_size_in_chunks
-
         spec = facts.first_spec(self._engine.kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec)
         tokens = group.tokens_per_block * self.blocks_per_chunk
-        return CacheGroup(
-            group.group_id, tokens // self.tokens_per_hash, get_sliding_window_size_in_chunks(spec, tokens)
-        )
+        return CacheGroup(group.group_id, tokens // self.tokens_per_hash, window_in_chunks()(spec, tokens))
 
     @property
     def _chunk_bytes(self) -> dict[int, int]:
@@ -100,10 +96,10 @@ class NvmeOffloadingSpec(OffloadingSpec):
 
         return shared(
             self.settings.path,
-            self._namespace.digest,
+            self.namespace.digest,
             lambda: open_store(
                 self.settings,
-                self._namespace,
+                self.namespace,
                 chunk_bytes=chunk_bytes,
                 item_sizes=(item,),
                 policy=ORDER() if hybrid else None,

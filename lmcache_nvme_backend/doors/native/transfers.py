@@ -39,9 +39,10 @@ class NvmeConnectorMetadata(OffloadingConnectorMetadata):
 
 @dataclass
 class NvmeWorkerMetadata(OffloadingWorkerMetadata):
-    """Beside the finished jobs: chunks that some rank could not load."""
+    """Beside the finished jobs: chunks that some rank could not load, and the namespace that rank 0 has open."""
 
     failed_keys: set[ChunkKey] = field(default_factory=set)
+    namespace: str = ""
 
     def aggregate(self, other: Any) -> NvmeWorkerMetadata:
         both = super().aggregate(other)
@@ -49,4 +50,5 @@ class NvmeWorkerMetadata(OffloadingWorkerMetadata):
             completed_jobs=both.completed_jobs,
             transfer_stats=both.transfer_stats,
             failed_keys=self.failed_keys | getattr(other, "failed_keys", set()),
+            namespace=self.namespace or getattr(other, "namespace", ""),
         )

@@ -29,6 +29,7 @@ class _Asked(msgspec.Struct, gc=False):
     prefix: RequestPrefix
     verdicts: dict[bytes, bool | None] = {}  # offload key -> there or not; None: being looked for
     fresh: list[bytes] = []  # to be looked for from the end of this step on
+    hits: int = 0  # found since the last step
     told: bool = False  # whether the store has been told of the prefix
 
 
@@ -37,28 +38,38 @@ _Question = tuple[str, RequestPrefix, list[bytes], bool]
 
 
 class Lookups:
-    """`ask`, `flush`, `failed`, `stored` and `forget` belong to the scheduler's thread and do not wait."""
+    """`begin`, `ask`, `flush`, `failed`, `stored` and `forget` belong to the scheduler's thread and do not wait."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
+        self._known = store.known
         self._asked: dict[str, _Asked] = {}
+        self._due: dict[str, _Asked] = {}  # what the end of this step has to see to
         self._questions: SimpleQueue[list[_Question] | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[str, RequestPrefix, dict[bytes, bool | None]]] = SimpleQueue()
         self.counts = Counts()
         self._thread = threading.Thread(target=self._run, name="kvtier-lookup", daemon=True)
         self._thread.start()
 
+    def begin(self, request_id: str, prefix: RequestPrefix) -> None:
+        """A new request: what it asks for is in use, also where it never gets here, since vLLM's own memory has it."""
+        self._asked[request_id] = self._due[request_id] = _Asked(prefix)
+
     def ask(self, request_id: str, prefix: RequestPrefix, key: bytes) -> bool | None:
         """Whether a chunk is here; None: ask again after the next step."""
-        self._take_answers()
+        if not self._answers.empty():
+            self._take_answers()
         asked = self._asked.get(request_id)
         if asked is None:
-            asked = self._asked[request_id] = _Asked(prefix)
-        if key in asked.verdicts:
-            return asked.verdicts[key]
-        found = prefix.resolved and self._store.known(prefix.key(key))
+            self.begin(request_id, prefix)
+            asked = self._asked[request_id]
+        verdict = asked.verdicts.get(key, False)
+        if verdict is not False or key in asked.verdicts:
+            return verdict
+        found = prefix.resolved and self._known(prefix.key(key))
+        self._due[request_id] = asked
         if found:
-            self.counts.add("hit")
+            asked.hits += 1
             asked.verdicts[key] = True
             return True
         asked.verdicts[key] = None
@@ -69,7 +80,11 @@ class Lookups:
         """The step is over: look for what was not known."""
         self._take_answers()
         questions: list[_Question] = []
-        for request_id, asked in self._asked.items():
+        due, self._due = self._due, {}
+        for request_id, asked in due.items():
+            if asked.hits:
+                self.counts.add("hit", asked.hits)
+                asked.hits = 0
             if asked.fresh or not asked.told:
                 questions.append((request_id, asked.prefix, asked.fresh, not asked.told))
                 asked.fresh, asked.told = [], True
@@ -92,7 +107,8 @@ class Lookups:
                 asked.verdicts.pop(key, None)
 
     def forget(self, request_id: str) -> None:
-        self._asked.pop(request_id, None)
+        """The request is over."""
+        self._asked.pop(request_id, None)  # what is due of it still is
 
     def close(self) -> None:
         """End the thread; one that hangs in the disk is left behind."""

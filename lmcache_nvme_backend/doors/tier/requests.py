@@ -13,12 +13,14 @@ import importlib
 import inspect
 import threading
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, Final
 
 from lmcache_nvme_backend.doors.hybrid_prefix import CacheGroup, Place, PrefixOrder
 from lmcache_nvme_backend.doors.scope import scope_of
 from lmcache_nvme_backend.errors import ConfigError
-from lmcache_nvme_backend.store import ChunkKey, digest_fields
+from lmcache_nvme_backend.store import ChunkKey
+from lmcache_nvme_backend.store.keys import KEY_BYTES
 
 SCHEDULER: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 _GROUP_BYTES: Final = 4  # an offload key is a block hash and the group's number, big-endian
@@ -74,8 +76,9 @@ class RequestPrefix:
         self._groups = groups
         self._lock = threading.Lock()
         self._ends: dict[bytes, int] = {}
-        self._names: dict[tuple[bytes, int], ChunkKey] = {}
-        self._scope: str | None = None if getattr(self._request, "lora_request", None) is not None else ""
+        self._names: dict[bytes, ChunkKey] = {}
+        # Blake2b's key: the adapter's identity, nothing without one, None while it is not known.
+        self._scope: bytes | None = None if getattr(self._request, "lora_request", None) is not None else b""
         self._cut: int | None = None
         self.order = PrefixOrder(groups, self._name)
 
@@ -88,20 +91,24 @@ class RequestPrefix:
         """Find out which adapter it is. Reads files."""
         if self._scope is None:
             # The salt is part of vLLM's hash of the first block, and so of all that follow.
-            self._scope = scope_of(self._request.lora_request, None)  # type: ignore[union-attr]
+            scope = scope_of(self._request.lora_request, None)  # type: ignore[union-attr]
+            self._scope = blake2b(scope.encode(), digest_size=KEY_BYTES).digest()
 
     def key(self, offload_key: bytes) -> ChunkKey:
-        """The store's name for a chunk. Only where `resolved`."""
-        return self._name(*split_key(offload_key))
+        """The store's name for a chunk: 16 bytes of BLAKE2b, keyed by the adapter. Only where `resolved`.
+
+        What goes in is vLLM's key as it is: all of one namespace are of one length, so no two can meet. A prompt has
+        thousands of them, and they are asked for on the scheduler's thread.
+        """
+        found = self._names.get(offload_key)
+        if found is None:
+            assert self._scope is not None
+            found = ChunkKey(blake2b(offload_key, digest_size=KEY_BYTES, key=self._scope).digest())
+            self._names[offload_key] = found
+        return found
 
     def _name(self, block_hash: bytes, group: int) -> ChunkKey:
-        found = self._names.get((block_hash, group))
-        if found is None:
-            scope = self._scope
-            assert scope is not None
-            found = digest_fields(block_hash, group, scope) if scope else digest_fields(block_hash, group)
-            self._names[block_hash, group] = found
-        return found
+        return self.key(block_hash + group.to_bytes(_GROUP_BYTES, "big"))
 
     @property
     def hashes(self) -> Sequence[bytes]:
@@ -125,7 +132,7 @@ class RequestPrefix:
         block_hash, group = split_key(offload_key)
         end = self.end_of(block_hash)
         if end is None:
-            return Place(self._name(block_hash, group), 0, None)
+            return Place(self.key(offload_key), 0, None)
         return self.order.place(self.hashes, end, group)
 
     def attention_of(self, offload_key: bytes) -> int | None:

@@ -147,7 +147,7 @@ class NvmeTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self._store is not None:
-            self._prefix(req_context)
+            self.lookups.begin(req_context.req_id, self._prefix(req_context))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +15,8 @@ pytest.importorskip("torch")
 pytest.importorskip("lmcache")
 
 import torch
-from lmcache.v1.distributed import api
 from lmcache.v1.distributed import config as lmcache_config
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
 from lmcache.v1.distributed.storage_manager import StorageManager
 
 SHAPE = (2, 3, 256, 32)  # K and V, layers, tokens, heads * head size
@@ -60,24 +58,33 @@ class Node:
         self.manager: Any = StorageManager(lmcache_config.parse_args_to_config(parsed))
         self.adapter: Any = next(iter(self.manager._l2_adapters.values()))
         self._closed = False
-
-    def reserve(self, what: Sequence[Any], desc: Any = None) -> dict[Any, Any]:
-        """Objects in L1 to be written."""
-        older = "mode" in inspect.signature(self.manager.reserve_write).parameters
-        found: dict[Any, Any] = self.manager.reserve_write(list(what), desc or layout(), *(["new"] if older else []))
-        return found
+        self._written = self._submitted = 0
+        self._count_submitted()
 
     def store(self, what: Sequence[Any], desc: Any = None) -> None:
         """Write the objects to L1, and wait until L2 has taken them."""
-        reserved = self.reserve(what, desc)
+        reserved = self.manager.reserve_write(list(what), desc or layout())
         assert len(reserved) == len(what)
         for key, obj in reserved.items():
             raw(obj)[:] = content(key, obj.get_size())
+        self._written += len(what)
         self.manager.finish_write(list(what))
         self.settle()
 
+    def _count_submitted(self) -> None:
+        """Count what LMCache's store controller hands over: between its queue and its tasks it says nothing of it."""
+        submit = self.adapter.submit_store_task
+
+        def counted(what: list[Any], objects: list[Any]) -> int:
+            task: int = submit(what, objects)
+            self._submitted += len(what)
+            return task
+
+        self.adapter.submit_store_task = counted
+
     def settle(self) -> None:
-        """Until LMCache's store controllers have nothing in flight."""
+        """Until L2 has been given all that was written to L1, and LMCache has nothing in flight."""
+        wait_for(lambda: self._submitted >= self._written)
         quiet = 0
         deadline = time.monotonic() + 20
         while quiet < 3 and time.monotonic() < deadline:
@@ -89,11 +96,12 @@ class Node:
 
     def lookup(self, what: Sequence[Any], desc: Any = None) -> tuple[int, Any]:
         """How many leading objects are in L1 now, locked for `read`, loaded from L2 where need be; and the handle."""
-        handle = self.manager.submit_prefetch_task(_request(list(what), desc or layout()))
+        handle = self.manager.submit_prefetch_task(
+            PrefetchTaskSpec([GroupedObjectKeys(list(what), 0, desc or layout())])
+        )
         assert self.manager.wait_prefetch_status(handle, 20)
         answer = self.manager.query_prefetch_status(handle)
-        row = answer.hit_cells[0] if hasattr(answer, "hit_cells") else answer
-        return int(row.count_leading_ones()), answer
+        return int(answer.hit_cells[0].count_leading_ones()), answer
 
     def read(self, what: Sequence[Any]) -> list[torch.Tensor]:
         """Copies of the bytes that a lookup has locked; unlocked afterwards."""
@@ -133,13 +141,6 @@ class Node:
         if not self._closed:
             self._closed = True
             self.manager.close()
-
-
-def _request(what: list[Any], desc: Any) -> Any:
-    """A request for one prefix, as this release of LMCache wants it."""
-    if hasattr(api, "PrefetchTaskSpec"):
-        return api.PrefetchTaskSpec([api.GroupedObjectKeys(what, 0, desc)])
-    return api.PrefetchRequestSpec(what, {0: desc})
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> None:

@@ -267,6 +267,23 @@ def test_a_task_that_comes_while_it_closes_has_a_result(tmp_path):
     adapter.close()
 
 
+def test_memory_whose_lock_may_have_ended_is_left_alone(node, monkeypatch):
+    """On a disk so slow that LMCache's own locks end, nothing is stored, and nothing is written into L1."""
+    server = node()
+    what = keys(3)
+    server.store(what)
+    monkeypatch.setattr("lmcache_nvme_backend.doors.mp.objects.LENT_S", -1.0)
+    late = keys(2, seed=1)
+    server.store(late)
+    assert server.count("too late") == 2
+    server.forget()
+    assert server.fetch(what) == 0
+    monkeypatch.undo()
+    assert server.fetch(late) == 0
+    assert server.fetch(what) == 3
+    assert len(server.chunks()) == 3
+
+
 def test_serialized_objects_are_refused(node):
     """What LMCache's serde makes of KV has no layout that a lookup could know: it is not stored."""
     server = node(adapter={"serde": {"type": "fp8"}})

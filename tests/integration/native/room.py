@@ -25,11 +25,21 @@ HEAD = 64  # 8 KiB a block and layer
 class Room:
     """One engine without a model.
 
-    `hybrid`: one attention layer in four, the others with a recurrent state. `separate`: scheduler and worker do not
+    `hybrid`: one attention layer in four, the others with a recurrent state, or, with a `window` of so many tokens,
+    with attention to what is within it. `separate`: scheduler and worker do not
     share an open store. What else is given goes into the connector's extra config.
     """
 
-    def __init__(self, root: Path, *, hybrid: bool, block: int = 16, blocks: int = POOL_BLOCKS, **extra: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        hybrid: bool = False,
+        window: int = 0,
+        block: int = 16,
+        blocks: int = POOL_BLOCKS,
+        **extra: Any,
+    ) -> None:
         from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, SchedulerConfig, VllmConfig
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -52,10 +62,10 @@ class Room:
                 max_model_len=2_000,
                 enable_chunked_prefill=True,
                 is_encoder_decoder=False,
-                disable_hybrid_kv_cache_manager=False,
             ),
             cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
         )
+        config.scheduler_config.disable_hybrid_kv_cache_manager = False
         if hybrid:
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.mamba_block_size = block
@@ -79,7 +89,7 @@ class Room:
             },
         )
         self.block, self.config = block, config
-        self.caches = _kv_cache_config(config, block, blocks, hybrid)
+        self.caches = _kv_cache_config(config, block, blocks, hybrid, window)
         self.groups = [type(group.kv_cache_spec).__name__ for group in self.caches.kv_cache_groups]
         config.cache_config.num_gpu_blocks = self.caches.num_blocks
         # As vLLM: the worker's side first.
@@ -223,7 +233,8 @@ class Room:
                     self._check(name, group, blocks[before // self.block - 1], tokens[:before], salt)
                 self._write(group, blocks[(after - 1) // self.block], tokens[:after], salt)
                 continue
-            for i in range(before // self.block):
+            window = getattr(group.kv_cache_spec, "sliding_window", None) or before
+            for i in range(max(0, before - window + 1) // self.block, before // self.block):
                 self._check(name, group, blocks[i], tokens[: (i + 1) * self.block], salt)
             for i in range(before // self.block, -(-after // self.block)):
                 self._write(group, blocks[i], tokens[: min(after, (i + 1) * self.block)], salt)
@@ -288,10 +299,10 @@ def _model() -> Any:
     )  # fmt: skip
 
 
-def _kv_cache_config(config: Any, block: int, blocks: int, hybrid: bool) -> Any:
+def _kv_cache_config(config: Any, block: int, blocks: int, hybrid: bool, window: int) -> Any:
     import torch
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     attention = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=HEAD, dtype=torch.float32)
     recurrent = MambaSpec(
@@ -301,8 +312,12 @@ def _kv_cache_config(config: Any, block: int, blocks: int, hybrid: bool) -> Any:
         page_size_padded=attention.page_size_bytes,
         mamba_cache_mode="align",
     )
-    layers = {f"model.layers.{i}": recurrent if hybrid and i % 4 != 3 else attention for i in range(4)}
-    pages = blocks * (1 if hybrid else 4)
+    windowed = SlidingWindowSpec(
+        block_size=block, num_kv_heads=1, head_size=HEAD, dtype=torch.float32, sliding_window=window or 1
+    )
+    other = recurrent if hybrid else windowed if window else attention
+    layers = {f"model.layers.{i}": other if i % 4 != 3 else attention for i in range(4)}
+    pages = blocks * (1 if other is not attention else 4)
     return get_kv_cache_configs(config, [layers], [pages * attention.page_size_bytes])[0]
 
 

@@ -24,8 +24,9 @@ def restart(folder: Path, **kind: Any) -> dict[str, Any]:
     room.close()
     room = Room(folder, **kind)
     served.append(room.serve("restarted", prompt(TOKENS)))
+    hits = room.manager.hits
     room.close()
-    return {"served": served, "groups": sorted(room.groups), "files": len(chunk_files(folder))}
+    return {"served": served, "hits": hits, "groups": sorted(room.groups), "files": len(chunk_files(folder))}
 
 
 def damaged(folder: Path, rank: int, separate: bool = False, **kind: Any) -> dict[str, Any]:

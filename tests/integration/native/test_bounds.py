@@ -136,6 +136,26 @@ def test_a_load_that_was_given_up_never_writes_to_its_blocks_again(bench: Bench)
     assert bench.ring.free == bench.ring.slots
 
 
+def test_loads_of_a_drive_that_hangs_fail_and_those_that_wait_for_their_turn_do_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job is given up where nothing moves at all."""
+    places = bench.places(2)
+    bench.store_now(places)
+    taken = bench.take_all_slots()
+    bench.loads.submit(2, [places[0].key], bench.chunks(1, 40), None)
+    monkeypatch.setattr("lmcache_nvme_backend.doors.native.loads.STALL_S", 0.2)
+    time.sleep(0.3)  # longer than that, and another one has moved since
+    bench.loads._moved_at = time.monotonic()
+    assert bench.loads.finished() == []
+    time.sleep(0.3)
+    [job] = bench.loads.finished()
+    assert not job.success
+    assert bench.loads.failed.snapshot() == {"stalled": 1}
+    for slot in taken:
+        bench.ring.release(slot)
+
+
 def test_a_load_fails_as_a_whole_and_names_the_chunk(bench: Bench) -> None:
     """The others may have been written; vLLM takes all blocks back."""
     places = bench.places(5)

@@ -24,7 +24,19 @@ def test_a_prompt_comes_from_the_drive_once_the_pool_is_empty_and_after_a_restar
     """Nothing but the drive holds it, whatever kinds of layers the model has."""
     found = scenarios.restart(tmp_path, **kind)
     assert found["served"] == [0, 992, 992]
-    assert found["files"] == (31 if kind is FULL else 62 + 3)
+    assert found["files"] == found["hits"] == (31 if kind is FULL else 62 + 3)
+
+
+def test_sliding_windows_are_loaded_as_far_as_they_reach(tmp_path: Path) -> None:
+    """Of three windowed groups, what lies within the window; of the attention group, everything."""
+    found = scenarios.restart(tmp_path, window=100)
+    assert found["groups"] == ["FullAttentionSpec", *3 * ["SlidingWindowSpec"]]
+    assert found["served"] == [0, 992, 992]
+    scenarios_root = tmp_path / "damaged"
+    scenarios_root.mkdir()
+    damaged = scenarios.damaged(scenarios_root, 0, window=100)
+    assert damaged["again"] == 992
+    assert damaged["again_loads"] == 1
 
 
 @pytest.mark.parametrize("separate", [False, True], ids=["one process", "two processes"])
@@ -199,4 +211,18 @@ def test_a_tier_that_may_degrade_serves_without_a_cache(tmp_path: Path) -> None:
     assert room.serve("cold", prompt(300)) == 0
     room.forget()
     assert room.serve("again", prompt(300)) == 0
+    room.close()
+
+
+def test_a_scheduler_that_looks_elsewhere_than_rank_0_stores_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two processes that came to different facts would find nothing, and nobody would know why."""
+    room = Room(tmp_path, **FULL)
+    room.serve("same", prompt(100))
+    assert "nothing will be found" not in caplog.text
+    room.worker.connector_worker.spec.namespace = type(room.side.store.namespace)({"other": "facts"})
+    room.serve("differs", prompt(100, seed=2))
+    room.serve("still differs", prompt(100, seed=3))
+    assert caplog.text.count("nothing will be found") == 1
     room.close()

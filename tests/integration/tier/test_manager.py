@@ -208,6 +208,22 @@ def test_the_quota_holds_over_a_longer_run_than_it_fits(world: Make, tmp_path: P
     assert one.found(one.begin("last", last), keys_of(last)) == 4
 
 
+def test_a_prompt_that_the_host_serves_stays_on_the_disk_as_well(world: Make):
+    """It is never asked of the tier, and it is what a restart should find: each request of it is a use."""
+    one = world(quota_gib=70 * ROW / 2**30, rows=64, admission="all")
+    hot, keys = Request("hot", 4), keys_of(Request("hot", 4))
+    save_all(one, "hot", hot)
+    for number in range(20):
+        save_all(one, f"r{number}", Request(f"p{number}", 4))
+        context = one.begin(f"hot {number}", hot)
+        assert all(one.manager.lookup(key, context) is LookupResult.HIT for key in keys)
+        one.rows(context, keys)
+        one.end(f"hot {number}")
+    assert one.tier.store.stats.evictions > 10 and one.tier.lookups.counts.snapshot() == {}
+    one.forget_host()
+    assert one.found(one.begin("after", hot), keys) == 4
+
+
 def test_a_hybrid_models_states_go_with_their_attention(world: Make):
     """In a store that is too small a state never stays without the attention it stands on."""
     one = world(hybrid=True, quota_gib=70 * ROW / 2**30, rows=16)
