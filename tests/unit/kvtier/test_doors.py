@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kvtier.demo import DemoOptions, _spec
 from kvtier.demo_doors import HOST_BYTES, QUOTA_GIB, door
 from kvtier.doors import DOORS, PLUGIN_TRANSFER, known_door, tier_transfer
 from kvtier.engine import EngineSpec
@@ -86,6 +87,15 @@ def test_lmcaches_server_is_a_process_beside_the_engine():
     adapter = nvme_adapter(Path("/kv"), QUOTA_GIB)
     assert adapter["adapter_params"] == {"root_dir": "/kv", "quota_gib": QUOTA_GIB}
     assert (adapter["module_path"], adapter["class_name"]) == ("lmcache_nvme_backend", "NvmeL2Adapter")
+
+
+@pytest.mark.parametrize(("name", "precise"), [("random", True), ("hybrid", False), (None, False)])
+def test_the_random_llama_is_served_in_float32(tmp_path, name, precise):
+    """Its near ties are not decided by rounding; vLLM's delta nets on a CPU take bfloat16 alone."""
+    folder = model(tmp_path, "qwen3-gqa")
+    with door("native", folder)(tmp_path / "nvme", tmp_path) as side:
+        command = _spec(DemoOptions(model=name), folder, side, tmp_path / "log").command(1)
+    assert ("float32" in command) == precise
 
 
 @pytest.mark.parametrize("refused", ["plugin", "mp"])
