@@ -93,15 +93,10 @@ def test_the_demo_shows_a_prompt_surviving_a_restart(start_demo, tmp_path):
     assert result["nvme_bytes_read"] >= restart["tokens_from_nvme"] * 2048
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("door", "model"),
-    [
-        ("native", "hybrid"),
-        pytest.param("native", "random", marks=pytest.mark.long),
-        pytest.param("tier", "hybrid", marks=pytest.mark.long),
-        pytest.param("tier", "random", marks=pytest.mark.long),
-        pytest.param("mp", "random", marks=pytest.mark.long),
-    ],
+    [("native", "hybrid"), ("native", "random"), ("tier", "hybrid"), ("tier", "random"), ("mp", "random")],
 )
 def test_the_demo_shows_it_through_the_other_doors(start_demo, tmp_path, door, model):
     """A prompt survives a restart through each door that can serve the model, a hybrid one too; the same JSON."""

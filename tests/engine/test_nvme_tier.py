@@ -1,8 +1,7 @@
-"""`NvmeTier` behind vLLM's own tiering in real engines: a dense model and a hybrid one, on one root.
+"""`NvmeTier` behind vLLM's own tiering in real engines.
 
-Four starts in two waves are all there are. In the first wave both models' prompts are computed, pushed out of the host
-buffer, served from NVMe and written; the hybrid's engine is killed. In the second both start again, the dense one
-beside its living twin.
+A hybrid model whose engine is killed; and, as a long test, a dense one with a small host buffer and quota, and a second
+engine beside it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 from kvtier.engine import Engine, EngineSpec
 from kvtier.model import find_model
 
-from .conftest import Tiered, start_together
+from .conftest import Tiered
 from .test_acid_test import maps
 from .test_restart import DAMAGE
 
@@ -90,29 +89,15 @@ def start(model: Path, root: Path, folder: Path, name: str, args: tuple[str, ...
 
 
 @pytest.fixture(scope="module")
-def hybrid() -> Path:
-    """A Qwen3-Next with random weights."""
-    return find_model("hybrid", lambda _: None)
-
-
-@pytest.fixture(scope="module")
-def life(model: Path, hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def dense(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a dense model's engine answers while its prompts are pushed out of the host buffer and past the quota; then
+    a twin on the same root."""
     root, folder = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("logs")
-    told: dict[str, Any] = {"root": root}
-    quota = {"quota_gib": QUOTA_GIB}
-    dense = start(model, root, folder, "dense", DENSE, **quota)
-    states = start(hybrid, root, folder, "hybrid", HYBRID, **quota)
-    with start_together([lambda: dense, lambda: states]) as (first, second):
+    told: dict[str, Any] = {}
+    with ExitStack() as stack:
+        first = stack.enter_context(start(model, root, folder, "first", DENSE, quota_gib=QUOTA_GIB))
         told["first"] = first
-        # Each three times: vLLM keeps a hybrid's states where a prefix is seen to be shared.
-        for kind, engine in (("dense", first), ("hybrid", second)):
-            told[kind] = [engine.answer(prompt(1)) for _ in range(3)]
-        told["to damage"] = {}
-        for seed in (2, 3):
-            before = set(root.glob("v1/*/*/*.kv"))
-            told["to damage"][seed] = [second.answer(prompt(seed)) for _ in range(3)][-1][0]
-            second.wait_stored()
-            told[f"files {seed}"] = set(root.glob("v1/*/*/*.kv")) - before
+        told["answers"] = [first.answer(prompt(1)) for _ in range(2)]
         first.push_out(range(10, 14))
         told["evicted"] = first.answer(prompt(1))
         told["numbers"] = first.engine.metrics()
@@ -123,56 +108,72 @@ def life(model: Path, hybrid: Path, tmp_path_factory: pytest.TempPathFactory) ->
         first.answer(prompt(30))
         told["last"] = first.answer(prompt(30))
         told["evictions"] = first.metric("kvtier_chunks_evicted_total")
-        second.wait_stored()
-        second.engine.kill()
-        again = start(model, root, folder, "dense-again", DENSE, **quota)
-        restarted = start(hybrid, root, folder, "hybrid-again", HYBRID, **quota)
-        with start_together([lambda: again, lambda: restarted]) as (told["again"], told["restarted"]):
-            yield told
-    assert first.engine.process.returncode() is not None
+        told["twin"] = stack.enter_context(start(model, root, folder, "twin", DENSE, quota_gib=QUOTA_GIB))
+        yield told
 
 
-def test_a_prompt_that_the_host_has_evicted_comes_from_nvme(life: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """What a Qwen3-Next with random weights answers, and the engine that was started after the first was killed."""
+    root, folder = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("logs")
+    model = find_model("hybrid", lambda _: None)
+    told: dict[str, Any] = {"answers": {}, "files": {}}
+    with start(model, root, folder, "first", HYBRID, quota_gib=1) as first:
+        for seed in (1, 2, 3):
+            before = set(root.glob("v1/*/*/*.kv"))
+            # Three times: vLLM keeps a hybrid's states where a prefix is seen to be shared.
+            told["answers"][seed] = [first.answer(prompt(seed))[0] for _ in range(3)]
+            first.wait_stored()
+            told["files"][seed] = set(root.glob("v1/*/*/*.kv")) - before
+        first.engine.kill()
+    with start(model, root, folder, "again", HYBRID, quota_gib=1) as told["again"]:
+        yield told
+
+
+@pytest.mark.long
+def test_a_prompt_that_the_host_has_evicted_comes_from_nvme(dense: dict[str, Any]) -> None:
     """Cold, repeated, evicted from pool and host: the same token ids, and the last from this tier."""
-    (cold, none), (repeat, _), _ = life["dense"]
-    evicted, tokens = life["evicted"]
+    (cold, none), (repeat, _) = dense["answers"]
+    evicted, tokens = dense["evicted"]
     assert cold == repeat == evicted and none == 0 and tokens >= 0.8 * LONG
-    assert life["numbers"].value("vllm:kv_offload_tiering_read_bytes_total", tier="1:NvmeTier") > 0
-    assert life["numbers"].value("kvtier_chunks_loaded_total") > 5
+    assert dense["numbers"].value("vllm:kv_offload_tiering_read_bytes_total", tier="1:NvmeTier") > 0
+    assert dense["numbers"].value("kvtier_chunks_loaded_total") > 5
 
 
-def test_the_quota_holds_over_a_longer_run_than_it_fits(life: dict[str, Any]) -> None:
-    """Never more on disk than the quota, for both engines together, and chunks went for it."""
-    assert life["evictions"] > 10
-    assert 0.5 * QUOTA_GIB * 2**30 < life["peak"] <= QUOTA_GIB * 2**30
+@pytest.mark.long
+def test_the_quota_holds_over_a_longer_run_than_it_fits(dense: dict[str, Any]) -> None:
+    """Never more on disk than the quota, and chunks went for it."""
+    assert dense["evictions"] > 10
+    assert 0.5 * QUOTA_GIB * 2**30 < dense["peak"] <= QUOTA_GIB * 2**30
 
 
-def test_a_second_engine_beside_the_first_serves_its_prompts(life: dict[str, Any]) -> None:
+@pytest.mark.long
+def test_a_second_engine_beside_the_first_serves_its_prompts(dense: dict[str, Any]) -> None:
     """A new engine on the root of one that lives: what that one stored before, and what it stores now."""
-    answer, tokens = life["again"].answer(prompt(30))
-    assert answer == life["last"][0] and tokens >= 0.8 * LONG
-    fresh, _ = life["first"].answer(prompt(40))
-    life["first"].wait_stored()
-    answer, tokens = life["again"].answer(prompt(40))
+    answer, tokens = dense["twin"].answer(prompt(30))
+    assert answer == dense["last"][0] and tokens >= 0.8 * LONG
+    fresh, _ = dense["first"].answer(prompt(40))
+    dense["first"].wait_stored()
+    answer, tokens = dense["twin"].answer(prompt(40))
     assert answer == fresh and tokens >= 0.8 * LONG
 
 
-def test_a_hybrid_models_prompt_survives_its_engine(life: dict[str, Any]) -> None:
-    """Attention and states of one that was killed."""
-    answer, tokens = life["restarted"].answer(prompt(1))
-    assert {tuple(told) for told, _ in life["hybrid"]} == {tuple(answer)}
+def test_a_hybrid_models_prompt_survives_its_engine(hybrid: dict[str, Any]) -> None:
+    """Attention and states of one that was killed: the same token ids, from NVMe."""
+    answer, tokens = hybrid["again"].answer(prompt(1))
+    assert {tuple(told) for told in hybrid["answers"][1]} == {tuple(answer)}
     assert tokens >= 0.6 * LONG
 
 
 @pytest.mark.parametrize(("seed", "states"), [(2, False), (3, True)], ids=["attention", "state"])
-def test_a_damaged_chunk_of_either_kind_is_computed_again(life: dict[str, Any], seed: int, states: bool) -> None:
+def test_a_damaged_chunk_of_either_kind_is_computed_again(hybrid: dict[str, Any], seed: int, states: bool) -> None:
     """The lookup promises it; the load finds out; the request completes with the right token ids, once and again."""
-    engine = life["restarted"]
-    for path in life[f"files {seed}"]:
+    engine = hybrid["again"]
+    for path in hybrid["files"][seed]:
         is_state = int(path.name.split("-")[1], 16) % GROUPS >= FIRST_STATE
         if is_state is states and path.exists():
             DAMAGE["flipped"](path)
     corrupt = engine.metric("kvtier_chunks_corrupt_total")
-    assert engine.answer(prompt(seed))[0] == life["to damage"][seed]
+    assert engine.answer(prompt(seed))[0] == hybrid["answers"][seed][0]
     assert engine.metric("kvtier_chunks_corrupt_total") > corrupt
-    assert engine.answer(prompt(seed))[0] == life["to damage"][seed]
+    assert engine.answer(prompt(seed))[0] == hybrid["answers"][seed][0]
