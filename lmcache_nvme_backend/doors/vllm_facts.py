@@ -67,7 +67,16 @@ def vllm_facts(vllm_config: Any) -> dict[str, Fact]:
         ],
         "layers": _layer_range(model, parallel),
         "draft_model": _draft_identity(vllm_config),
+        **_length_fact(model),
     }
+
+
+def _length_fact(model: Any) -> dict[str, Fact]:
+    """The longest context, for models that compute other KV where it is long: LongRoPE takes its long factors for every
+    prompt then (Phi-3), and Llama 4 tunes its attention's temperature. Others may have any length in one namespace."""
+    text = msgspec.json.encode(_plain(_fields(model.hf_config))).decode()
+    depends = '"longrope"' in text or '"su"' in text or '"llama4' in text
+    return {"max_model_len": getattr(model, "max_model_len", None)} if depends else {}
 
 
 def _layer_range(model: Any, parallel: Any) -> list[Any] | None:
@@ -94,9 +103,12 @@ def _draft_identity(vllm_config: Any) -> str | None:
 
 def _digest_config(hf_config: Any) -> str:
     """The model configuration as the engine uses it, overrides included, without where it was read from."""
-    fields = hf_config.to_dict() if hasattr(hf_config, "to_dict") else dict(vars(hf_config))
-    text = msgspec.json.encode(_plain(fields), order="deterministic")
+    text = msgspec.json.encode(_plain(_fields(hf_config)), order="deterministic")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _fields(hf_config: Any) -> dict[str, Any]:
+    return hf_config.to_dict() if hasattr(hf_config, "to_dict") else dict(vars(hf_config))
 
 
 def _plain(value: Any) -> Any:
