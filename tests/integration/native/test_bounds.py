@@ -16,7 +16,14 @@ import torch
 
 from lmcache_nvme_backend.doors.hybrid_prefix import Place
 from lmcache_nvme_backend.doors.native.copies import CpuCopier
-from lmcache_nvme_backend.doors.native.layout import BlockRun, ChunkBlocks, GroupLayout, Piece, chunks_of
+from lmcache_nvme_backend.doors.native.layout import (
+    BlockRun,
+    ChunkBlocks,
+    GroupLayout,
+    Piece,
+    chunks_of,
+    stored_chunks_of,
+)
 from lmcache_nvme_backend.doors.native.loads import ChunkLoads
 from lmcache_nvme_backend.doors.native.stores import ChunkStores
 from lmcache_nvme_backend.staging import Slot, StagingMemory, StagingRing
@@ -193,3 +200,16 @@ def test_a_list_of_blocks_is_cut_where_chunks_end() -> None:
     assert found[0].runs == (BlockRun(1, 7, 1),)
     assert found[1].runs == (BlockRun(0, 8, 1), BlockRun(1, 3, 1))
     assert found[3].runs == (BlockRun(0, 5, 1), BlockRun(1, 9, 1))
+
+
+def test_chunks_of_a_store_with_a_hole_are_none_of_them_whole() -> None:
+    """vLLM takes a window's freed blocks out of the list: what follows has moved up, and would be another's bytes."""
+    whole, one_missing = [10, 11, 12, 13, 20, 21, 22, 23], [10, 11, 13, 20, 21, 22, 23]
+    found = list(stored_chunks_of([*whole, 5], [8, 1], [4, 0], [2, 1], 4))
+    assert [(c.group, c.whole) for c in found] == [(0, True), (0, True), (1, False)]
+    found = list(stored_chunks_of([*one_missing, 5, 6, 7, 8], [7, 4], [4, 0], [2, 1], 4))
+    assert [(c.group, c.whole) for c in found] == [(0, False), (0, False), (1, True)]
+    assert found[2].runs == (BlockRun(0, 5, 4),)
+    found = list(stored_chunks_of(whole[2:], [6], [6], [2], 4))  # a head that has been left behind
+    assert [(c.whole, c.runs) for c in found] == [(False, (BlockRun(2, 12, 2),)), (True, (BlockRun(0, 20, 4),))]
+    assert [c.whole for c in stored_chunks_of([10, 11], [2], [4], [3], 4)] == [False] * 3
