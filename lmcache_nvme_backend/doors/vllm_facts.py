@@ -58,7 +58,7 @@ def vllm_facts(vllm_config: Any) -> dict[str, Fact]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization),
         "cache_dtype": str(cache.cache_dtype),
-        "hf_config": _digest_config(model.hf_config),
+        "hf_config": digest_config(model.hf_config),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "context_parallel": [
@@ -101,7 +101,7 @@ def _draft_identity(vllm_config: Any) -> str | None:
         return f"{spec.method}:{name}"
 
 
-def _digest_config(hf_config: Any) -> str:
+def digest_config(hf_config: Any) -> str:
     """The model configuration as the engine uses it, overrides included, without where it was read from."""
     text = msgspec.json.encode(_plain(_fields(hf_config)), order="deterministic")
     return hashlib.blake2b(text, digest_size=8).hexdigest()

@@ -10,6 +10,7 @@ import dataclasses
 import os
 from typing import Any
 
+from lmcache_nvme_backend.doors.native.settings import HF_CONFIG
 from lmcache_nvme_backend.doors.packing import block_facts
 from lmcache_nvme_backend.doors.vllm_facts import Fact, model_identity, model_name, vllm_facts
 from lmcache_nvme_backend.settings import NvmeSettings
@@ -41,6 +42,8 @@ def namespace(settings: NvmeSettings, config: Any, vllm_config: Any, kv_cache_co
         "world_size": config.parallel.world_size,
         "rank": config.parallel.rank,
     }
+    if noted := config.extra_config.get(HF_CONFIG):  # as it was before any process built the model
+        facts["hf_config"] = str(noted)
     return Namespace(facts, {"model_name": model_name(config.model.name, vllm_config)})
 
 

@@ -9,7 +9,9 @@ from typing import Any
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import NvmeSettings, parse_tier_settings, tier_names
 
-# Keys of the extra config that are vLLM's own.
+# Where `front` leaves the digest of the model's configuration.
+HF_CONFIG = "kvtier.hf_config"
+# Keys of the extra config that are vLLM's own, or that.
 _VLLM_KEYS = (
     "spec_name",
     "spec_module_path",
@@ -17,6 +19,7 @@ _VLLM_KEYS = (
     "blocks_per_chunk",
     "offload_prompt_only",
     "self_describing_kv_events",
+    HF_CONFIG,
 )
 _WHERE = "kv_connector_extra_config in --kv-transfer-config"
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from lmcache_nvme_backend.doors.native import front
+from lmcache_nvme_backend.doors.native.facts import namespace
 from lmcache_nvme_backend.doors.native.manager import RequestPrefix
+from lmcache_nvme_backend.doors.native.settings import HF_CONFIG
+from lmcache_nvme_backend.doors.vllm_facts import digest_config
 from tests.integration.native import scenarios
 from tests.integration.native.room import Room, chunk_files, prompt
 from tests.integration.native.scenarios import TOKENS, kinds
@@ -245,3 +250,28 @@ def test_what_the_device_serves_all_day_is_not_the_first_to_go_from_the_drive(
     room.forget()
     assert room.serve("last", prompt(TOKENS)) == 992
     room.close()
+
+
+def test_a_model_that_changes_its_configuration_when_it_is_built_has_one_namespace(tmp_path: Path) -> None:
+    """The front process notes what it was; a worker's process has the changed one, a scheduler's may not."""
+    extra: dict[str, Any] = {"spec_name": "NvmeOffloadingSpec"}
+    transfer = SimpleNamespace(kv_connector="NvmeOffloadingConnector", kv_connector_extra_config=extra)
+    model = SimpleNamespace(hf_config=SimpleNamespace(hidden_size=8))
+    front.note_configuration(SimpleNamespace(kv_transfer_config=transfer, model_config=model))
+    noted = transfer.kv_connector_extra_config[HF_CONFIG]
+    assert noted == digest_config(model.hf_config)
+    digests = set()
+    for changed in (False, True):
+        room = Room(tmp_path, **{HF_CONFIG: noted})
+        spec = room.worker.connector_worker.spec
+        if changed:
+            room.config.model_config.hf_config.max_model_len = 2_000
+        engine = spec._engine
+        assert engine.vllm_config is room.config
+        facts = namespace(spec.settings, spec.config, engine.vllm_config, engine.kv_cache_config)
+        digests.add(facts.digest)
+        room.close()
+    assert len(digests) == 1
+    others = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
+    front.note_configuration(SimpleNamespace(kv_transfer_config=others, model_config=model))
+    assert others.kv_connector_extra_config == {}
