@@ -275,3 +275,21 @@ def test_a_model_that_changes_its_configuration_when_it_is_built_has_one_namespa
     others = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
     front.note_configuration(SimpleNamespace(kv_transfer_config=others, model_config=model))
     assert others.kv_connector_extra_config == {}
+
+
+def test_a_lookup_that_is_put_off_counts_when_it_has_ended(tmp_path: Path) -> None:
+    """vLLM lets a request wait while another one loads its chunks: what is there is no miss."""
+    room = Room(tmp_path, **FULL)
+    room.serve("cold", prompt(TOKENS))
+    room.wait_stored()
+    room.forget()
+    hits, misses = room.manager.hits, room.manager.misses
+    room._external = {}
+    for name in ("first", "put off"):
+        room.add(name, prompt(TOKENS))
+    room.step()
+    assert [name for name, _ in room.loads] == ["first"]
+    assert (room.manager.hits, room.manager.misses) == (hits + 31, misses)
+    room.run()
+    assert (room.manager.hits, room.manager.misses) == (hits + 31, misses)
+    room.close()
