@@ -101,7 +101,7 @@ def test_vllm_waits_a_bounded_time_for_blocks_whose_store_finds_no_slot(bench: B
     began = time.monotonic()
     bench.stores.wait({1, 2}, 0.2)
     assert time.monotonic() - began < 3
-    assert [job.job_id for job in bench.stores.finished()] == [2, 1]  # 1 had begun
+    assert [job.job_id for job in bench.stores.finished()] == [1, 2]
     for slot in taken:
         bench.ring.release(slot)
     assert bench.stores.wait_for_writes(10)
@@ -213,3 +213,31 @@ def test_chunks_of_a_store_with_a_hole_are_none_of_them_whole() -> None:
     found = list(stored_chunks_of(whole[2:], [6], [6], [2], 4))  # a head that has been left behind
     assert [(c.whole, c.runs) for c in found] == [(False, (BlockRun(2, 12, 2),)), (True, (BlockRun(0, 20, 4),))]
     assert [c.whole for c in stored_chunks_of([10, 11], [2], [4], [3], 4)] == [False] * 3
+
+
+def test_vllm_does_not_wait_for_a_store_that_hangs_in_the_drive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a lost chunk the drive is asked whether somebody else has it: that may take for ever."""
+    places = bench.places(3)
+    bench.stores.submit(1, places[:1], [ChunkBlocks(0, (BlockRun(1, 2, 1),), False)], None)
+    bench.stores.wait({1}, 10)
+    bench.stores.finished()
+    gate, asked = threading.Event(), threading.Event()
+    match = bench.store.match
+
+    def hangs(*arguments: Any, **named: Any) -> int:
+        asked.set()
+        assert gate.wait(60)
+        return match(*arguments, **named)
+
+    monkeypatch.setattr(bench.store, "match", hangs)
+    bench.stores.submit(2, places[1:], bench.chunks(2), None)
+    assert asked.wait(10)
+    began = time.monotonic()
+    bench.stores.wait({2}, 0.1)
+    assert time.monotonic() - began < 3
+    assert [job.job_id for job in bench.stores.finished()] == [2]
+    gate.set()
+    monkeypatch.undo()
+    bench.store_now(places)  # the thread lives, and counts are right
+    assert bench.stores.dropped.snapshot() == {"partial": 1, "gave up": 2}
+    assert bench.ring.free == bench.ring.slots
