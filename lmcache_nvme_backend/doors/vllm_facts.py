@@ -68,6 +68,36 @@ def vllm_facts(vllm_config: Any) -> dict[str, Fact]:
         "layers": _layer_range(model, parallel),
         "draft_model": _draft_identity(vllm_config),
         **_length_fact(model),
+        **_facts_set(vllm_config),
+    }
+
+
+def _facts_set(vllm_config: Any) -> dict[str, Fact]:
+    """What else shapes KV, where it is set: left at vLLM's defaults it is no fact."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    media, attention = getattr(model, "multimodal_config", None), getattr(vllm_config, "attention_config", None)
+    lora = getattr(vllm_config, "lora_config", None)
+    settings = (
+        # How tokens are spread over the ranks of a context.
+        (parallel, "cp_kv_cache_interleave_size", 1),
+        (attention, "backend_per_kind", None),
+        (attention, "indexer_kv_dtype", "auto"),
+        (cache, "kv_cache_dtype_skip_layers", None),
+        (cache, "use_replayssm", False),
+        (model, "quantization_config", None),
+        (model, "model_impl", "auto"),
+        (lora, "target_modules", None),
+        # vLLM's hash of an image holds what its request says of it, and not what the server was told.
+        (media, "mm_processor_kwargs", None),
+        (media, "media_io_kwargs", None),
+        (media, "video_pruning_rate", None),
+        (media, "mm_device_do_normalize", False),
+    )
+    found = {name: getattr(config, name, default) for config, name, default in settings}
+    return {
+        name: msgspec.json.encode(_plain(found[name]), order="deterministic").decode()
+        for _, name, default in settings
+        if found[name] and found[name] != default
     }
 
 

@@ -184,6 +184,17 @@ def test_the_longest_context_is_a_fact_where_it_shapes_kv(run: Run, rope: dict[s
     assert (vllm_facts(configs[0]) == vllm_facts(configs[1])) is shared
 
 
+def test_what_is_left_at_its_default_is_no_fact_and_what_is_set_is_one(run: Run) -> None:
+    """A release that brings a setting leaves the namespaces of those who do not use it."""
+    plain = vllm_facts(run.vllm_config())
+    changed = run.vllm_config()
+    changed.parallel_config.cp_kv_cache_interleave_size = 8
+    changed.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    more = {"cp_kv_cache_interleave_size": "8", "kv_cache_dtype_skip_layers": '["0"]'}
+    assert vllm_facts(changed) == plain | more
+    assert not more.keys() & plain.keys()
+
+
 def test_a_copy_of_the_same_weights_elsewhere_shares_and_tells_where_it_was(start, run, tmp_path):
     """The path is no fact: it is a note beside them, from which a person sees which namespace is which."""
     tokens, kv = prompt(TOKENS), PagedKv(TOKENS)
