@@ -163,6 +163,33 @@ def test_loads_of_a_drive_that_hangs_fail_and_those_that_wait_for_their_turn_do_
         bench.ring.release(slot)
 
 
+def test_a_load_that_has_failed_does_not_wait_for_ever_for_a_read_that_hangs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that is missing fails at once; the job is over when the drive is given up for the other one."""
+    places = bench.places(2)
+    bench.store_now(places)
+    gate, get = threading.Event(), bench.store.get
+
+    def hangs(key: ChunkKey, into: memoryview) -> Any:
+        if key == places[0].key:
+            assert gate.wait(60)
+        return get(key, into)
+
+    monkeypatch.setattr(bench.store, "get", hangs)
+    monkeypatch.setattr("lmcache_nvme_backend.doors.native.loads.STALL_S", 0.5)
+    missing = digest_fields("missing")
+    bench.loads.submit(2, [places[0].key, missing], bench.chunks(2, 40), None)
+    deadline = time.monotonic() + 10
+    while not (done := bench.loads.finished()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [job.success for job in done] == [False]
+    assert missing in done[0].failed
+    gate.set()
+    bench.loads._pool.shutdown(wait=True)
+    assert bench.ring.free == bench.ring.slots
+
+
 def test_a_load_fails_as_a_whole_and_names_the_chunk(bench: Bench) -> None:
     """The others may have been written; vLLM takes all blocks back."""
     places = bench.places(5)
