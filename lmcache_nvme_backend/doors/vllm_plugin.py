@@ -75,7 +75,7 @@ def _register_native() -> None:
     try:
         native.check_front(transfer)
     except ConfigError as e:
-        if (transfer.get("kv_connector_extra_config") or {}).get("on_init_error") != "degrade":
+        if command_line.connector_extra().get("on_init_error") != "degrade":
             raise SystemExit(start.describe(e)) from None
 
 

@@ -31,8 +31,9 @@ def settings_of(extra_config: Mapping[str, Any]) -> NvmeSettings:
 
 def names_this_door(transfer: Mapping[str, Any]) -> bool:
     """Whether a ``--kv-transfer-config`` names the spec or its connector."""
-    extra = transfer.get("kv_connector_extra_config") or {}
-    return transfer.get("kv_connector") == "NvmeOffloadingConnector" or extra.get("spec_name") == "NvmeOffloadingSpec"
+    extra = transfer.get("kv_connector_extra_config")
+    spec = extra.get("spec_name") if isinstance(extra, Mapping) else None
+    return transfer.get("kv_connector") == "NvmeOffloadingConnector" or spec == "NvmeOffloadingSpec"
 
 
 def check_front(transfer: Mapping[str, Any]) -> None:
@@ -40,7 +41,8 @@ def check_front(transfer: Mapping[str, Any]) -> None:
     from lmcache_nvme_backend.store import StoreSettings
     from lmcache_nvme_backend.store.opening import check_root
 
-    settings = settings_of(transfer.get("kv_connector_extra_config") or {})
+    extra = transfer.get("kv_connector_extra_config")
+    settings = settings_of(extra if isinstance(extra, Mapping) else {})
     check_connector(transfer.get("kv_connector"))
     check_policy(transfer.get("kv_load_failure_policy", "fail"))
     with tier_names():
