@@ -104,7 +104,7 @@ class NativeSubject:
         places = [Place(key, i, keys[i - 1] if i else None) for i, key in enumerate(keys)]
 
         def store() -> None:
-            self.worker.submit_store(self._round, self._blocks(0), NvmeStoreSpec(places))
+            self.worker.submit_store(self._round, self._blocks(0), NvmeStoreSpec(places, [len(places)]))
             self._finish()
             self.worker.stores.wait_for_writes(600)
 

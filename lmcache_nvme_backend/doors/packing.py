@@ -1,8 +1,23 @@
-"""How vLLM's CPU attention packs a block: a fact of every namespace that holds its blocks as they are."""
+"""How a device and its attention lay out the inside of a block: facts of every namespace that holds vLLM's blocks as
+they are."""
 
 from __future__ import annotations
 
 from typing import Any
+
+
+def block_facts(vllm_config: Any) -> dict[str, str | None]:
+    """What vLLM's own layout and sizes leave open."""
+    from vllm.platforms import current_platform
+
+    device = str(vllm_config.device_config.device_type)
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    return {
+        "device": device,
+        "device_name": "cpu" if device == "cpu" else str(current_platform.get_device_name()),
+        "packing": block_packing(vllm_config) if device == "cpu" else None,
+        "attention_backend": None if backend is None else str(getattr(backend, "name", backend)),
+    }
 
 
 def block_packing(vllm_config: Any) -> str:

@@ -58,7 +58,7 @@ def vllm_facts(vllm_config: Any) -> dict[str, Fact]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": str(model.quantization),
         "cache_dtype": str(cache.cache_dtype),
-        "hf_config": _digest_config(model.hf_config),
+        "hf_config": digest_config(model.hf_config),
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "context_parallel": [
@@ -67,7 +67,46 @@ def vllm_facts(vllm_config: Any) -> dict[str, Fact]:
         ],
         "layers": _layer_range(model, parallel),
         "draft_model": _draft_identity(vllm_config),
+        **_length_fact(model),
+        **_facts_set(vllm_config),
     }
+
+
+def _facts_set(vllm_config: Any) -> dict[str, Fact]:
+    """What else shapes KV, where it is set: left at vLLM's defaults it is no fact."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    media, attention = getattr(model, "multimodal_config", None), getattr(vllm_config, "attention_config", None)
+    lora = getattr(vllm_config, "lora_config", None)
+    settings = (
+        # How tokens are spread over the ranks of a context.
+        (parallel, "cp_kv_cache_interleave_size", 1),
+        (attention, "backend_per_kind", None),
+        (attention, "indexer_kv_dtype", "auto"),
+        (cache, "kv_cache_dtype_skip_layers", None),
+        (cache, "use_replayssm", False),
+        (model, "quantization_config", None),
+        (model, "model_impl", "auto"),
+        (lora, "target_modules", None),
+        # vLLM's hash of an image holds what its request says of it, and not what the server was told.
+        (media, "mm_processor_kwargs", None),
+        (media, "media_io_kwargs", None),
+        (media, "video_pruning_rate", None),
+        (media, "mm_device_do_normalize", False),
+    )
+    found = {name: getattr(config, name, default) for config, name, default in settings}
+    return {
+        name: msgspec.json.encode(_plain(found[name]), order="deterministic").decode()
+        for _, name, default in settings
+        if found[name] and found[name] != default
+    }
+
+
+def _length_fact(model: Any) -> dict[str, Fact]:
+    """The longest context, for models that compute other KV where it is long: LongRoPE takes its long factors for every
+    prompt then (Phi-3), and Llama 4 tunes its attention's temperature. Others may have any length in one namespace."""
+    text = msgspec.json.encode(_plain(_fields(model.hf_config))).decode()
+    depends = '"longrope"' in text or '"su"' in text or '"llama4' in text
+    return {"max_model_len": getattr(model, "max_model_len", None)} if depends else {}
 
 
 def _layer_range(model: Any, parallel: Any) -> list[Any] | None:
@@ -92,11 +131,14 @@ def _draft_identity(vllm_config: Any) -> str | None:
         return f"{spec.method}:{name}"
 
 
-def _digest_config(hf_config: Any) -> str:
+def digest_config(hf_config: Any) -> str:
     """The model configuration as the engine uses it, overrides included, without where it was read from."""
-    fields = hf_config.to_dict() if hasattr(hf_config, "to_dict") else dict(vars(hf_config))
-    text = msgspec.json.encode(_plain(fields), order="deterministic")
+    text = msgspec.json.encode(_plain(_fields(hf_config)), order="deterministic")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _fields(hf_config: Any) -> dict[str, Any]:
+    return hf_config.to_dict() if hasattr(hf_config, "to_dict") else dict(vars(hf_config))
 
 
 def _plain(value: Any) -> Any:

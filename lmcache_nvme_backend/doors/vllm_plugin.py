@@ -16,6 +16,7 @@ from typing import Any
 from lmcache_nvme_backend import metrics
 from lmcache_nvme_backend.doors import command_line, lmcache_compat, start
 from lmcache_nvme_backend.doors.mp import engine_mark
+from lmcache_nvme_backend.doors.native import front
 from lmcache_nvme_backend.doors.native import settings as native
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import names_this_backend, parse_settings
@@ -38,6 +39,7 @@ def register() -> None:
     _registered = True
     lmcache_compat.arm()
     engine_mark.arm()
+    front.arm()
     if multiprocessing.parent_process() is not None:
         return
     _register_native()
@@ -73,7 +75,7 @@ def _register_native() -> None:
     try:
         native.check_front(transfer)
     except ConfigError as e:
-        if (transfer.get("kv_connector_extra_config") or {}).get("on_init_error") != "degrade":
+        if command_line.connector_extra().get("on_init_error") != "degrade":
             raise SystemExit(start.describe(e)) from None
 
 

@@ -27,6 +27,7 @@ from vllm.config import (
 from lmcache_nvme_backend.doors import vllm_plugin
 from lmcache_nvme_backend.doors.identity import namespace_facts
 from lmcache_nvme_backend.doors.scope import BASE, TAG_FIELD, scope_of
+from lmcache_nvme_backend.doors.vllm_facts import vllm_facts
 from lmcache_nvme_backend.settings import parse_settings
 from lmcache_nvme_backend.store import Namespace
 
@@ -165,6 +166,33 @@ def namespace_of(vllm_config: VllmConfig, rank: int) -> str:
     metadata, config = create_lmcache_metadata(vllm_config)
     settings = parse_settings({"nvme.path": "/x", "nvme.quota_gib": 1})
     return Namespace(namespace_facts(settings, config, metadata, vllm_config)).digest
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32,
+    "original_max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rope", "shared"), [(None, True), (LONGROPE, False)], ids=["plain", "longrope"])
+def test_the_longest_context_is_a_fact_where_it_shapes_kv(run: Run, rope: dict[str, Any] | None, shared: bool) -> None:
+    """LongRoPE takes its long factors for every prompt where contexts may be long: other keys for the same tokens."""
+    if rope is not None:
+        run.write_configuration({"rope_parameters": rope, "original_max_position_embeddings": 2048})
+    configs = [run.vllm_config() for _ in range(2)]
+    configs[0].model_config.max_model_len, configs[1].model_config.max_model_len = 2048, 4096
+    assert (vllm_facts(configs[0]) == vllm_facts(configs[1])) is shared
+
+
+def test_what_is_left_at_its_default_is_no_fact_and_what_is_set_is_one(run: Run) -> None:
+    """A release that brings a setting leaves the namespaces of those who do not use it."""
+    plain = vllm_facts(run.vllm_config())
+    changed = run.vllm_config()
+    changed.parallel_config.cp_kv_cache_interleave_size = 8
+    changed.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    more = {"cp_kv_cache_interleave_size": "8", "kv_cache_dtype_skip_layers": '["0"]'}
+    assert vllm_facts(changed) == plain | more
+    assert not more.keys() & plain.keys()
 
 
 def test_a_copy_of_the_same_weights_elsewhere_shares_and_tells_where_it_was(start, run, tmp_path):

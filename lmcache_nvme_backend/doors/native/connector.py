@@ -55,8 +55,8 @@ class NvmeConnectorScheduler(OffloadingConnectorScheduler):
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(
             request, num_computed_tokens, *args, **kwargs
         )
-        if asks:
-            self.manager.end_lookup(status.req_context, num_computed_tokens, found[0] or 0)
+        if asks and found[0] is not None:  # else it is asked again, and has used nothing yet
+            self.manager.end_lookup(status.req_context, num_computed_tokens, found[0])
         return found
 
     def build_connector_meta(self, scheduler_output: Any) -> NvmeConnectorMetadata:

@@ -10,7 +10,8 @@ import dataclasses
 import os
 from typing import Any
 
-from lmcache_nvme_backend.doors.packing import block_packing
+from lmcache_nvme_backend.doors.native.settings import HF_CONFIG
+from lmcache_nvme_backend.doors.packing import block_facts
 from lmcache_nvme_backend.doors.vllm_facts import Fact, model_identity, model_name, vllm_facts
 from lmcache_nvme_backend.settings import NvmeSettings
 from lmcache_nvme_backend.store import Namespace
@@ -23,19 +24,14 @@ def namespace(settings: NvmeSettings, config: Any, vllm_config: Any, kv_cache_co
         config: vLLM's `OffloadingConfig`.
     """
     import vllm
-    from vllm.platforms import current_platform
 
-    device = str(vllm_config.device_config.device_type)
     facts: dict[str, Fact] = {
         **vllm_facts(vllm_config),
         "model": model_identity(settings, config.model.name, vllm_config),
         # Blocks are copied as they are, so whatever release and device make of them is part of the bytes.
         "layout": "vllm-blocks",
         "vllm": str(vllm.__version__),
-        "device": device,
-        "device_name": "cpu" if device == "cpu" else str(current_platform.get_device_name()),
-        "packing": block_packing(vllm_config) if device == "cpu" else None,
-        "attention_backend": _name(getattr(getattr(vllm_config, "attention_config", None), "backend", None)),
+        **block_facts(vllm_config),
         "kv_layout": config.kv_cache_layout,
         "groups": [_group(group, kv_cache_config) for group in config.groups],
         "blocks_per_chunk": config.cache.blocks_per_chunk,
@@ -46,6 +42,8 @@ def namespace(settings: NvmeSettings, config: Any, vllm_config: Any, kv_cache_co
         "world_size": config.parallel.world_size,
         "rank": config.parallel.rank,
     }
+    if noted := config.extra_config.get(HF_CONFIG):  # as it was before any process built the model
+        facts["hf_config"] = str(noted)
     return Namespace(facts, {"model_name": model_name(config.model.name, vllm_config)})
 
 

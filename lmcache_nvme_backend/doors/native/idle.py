@@ -49,7 +49,7 @@ class IdleManager(OffloadingManager):
         return NvmeLoadSpec([], [])
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
-        return PrepareStoreOutput([], NvmeStoreSpec([]), [])
+        return PrepareStoreOutput([], NvmeStoreSpec([], []), [])
 
     def loads_failed(self, chunks: Iterable[ChunkKey]) -> None:
         pass

@@ -79,6 +79,29 @@ def chunks_of(
             done += count
 
 
+def stored_chunks_of(
+    block_ids: Sequence[int],
+    group_sizes: Sequence[int],
+    block_indices: Sequence[int],
+    chunk_counts: Sequence[int],
+    blocks_per_chunk: int,
+) -> Iterator[ChunkBlocks]:
+    """The same for a store, of which the number of chunks is known for each group.
+
+    vLLM leaves blocks out that a sliding window has left behind, and does not say which. Missing ones at the head leave
+    the first chunk in part. Where others are missing, no block of the group has a certain place: none of its chunks is
+    whole then.
+    """
+    at = 0
+    for group, (size, first, count) in enumerate(zip(group_sizes, block_indices, chunk_counts, strict=True)):
+        if first % blocks_per_chunk + size == count * blocks_per_chunk:
+            for chunk in chunks_of(block_ids[at : at + size], [size], [first], blocks_per_chunk):
+                yield ChunkBlocks(group, chunk.runs, chunk.whole)
+        else:
+            yield from (ChunkBlocks(group, (), False) for _ in range(count))
+        at += size
+
+
 def _runs(ids: Sequence[int], inside: int) -> Iterator[BlockRun]:
     start = 0
     for i in range(1, len(ids) + 1):

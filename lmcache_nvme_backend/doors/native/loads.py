@@ -51,6 +51,10 @@ class LoadJob:
         """Whether its further chunks are still of use."""
         return self.success
 
+    @property
+    def given_up(self) -> bool:
+        return self._given_up
+
     def enter_copy(self) -> bool:
         """Before bytes go to the device; False where they must not any more."""
         with self._lock:
@@ -110,7 +114,7 @@ class ChunkLoads:
         self._running: dict[int, LoadJob] = {}
         self._finished: deque[LoadJob] = deque()
         self._pins: dict[int, list[ChunkKey]] = {}
-        self._moved_at = 0.0  # of any job: one that waits for its turn does not stall
+        self._moved_at = 0.0  # when the drive answered last, whatever job: one that waits for its turn does not stall
         self.failed = Counts()
         self.loaded = 0
         self.seconds = 0.0
@@ -140,7 +144,6 @@ class ChunkLoads:
             self.failed.add("internal error")
             job.failed.add(key)
         finally:
-            self._moved_at = time.monotonic()
             job.chunk_done()
 
     def _move(self, job: LoadJob, key: ChunkKey, chunk: ChunkBlocks, mark: Any) -> str | None:
@@ -151,6 +154,7 @@ class ChunkLoads:
             return "staging full"
         try:
             result = self._store.get(key, slot.view)
+            self._moved_at = time.monotonic()
             if not isinstance(result, Hit):
                 return result.cause.value
             if result.nbytes != layout.nbytes:
@@ -175,7 +179,7 @@ class ChunkLoads:
         """The jobs that are over since the last call."""
         now = time.monotonic()
         for job in list(self._running.values()):
-            if now - max(job.moved_at, self._moved_at) > STALL_S and job.wanted:
+            if now - max(job.moved_at, self._moved_at) > STALL_S and not job.given_up:
                 self.failed.add("stalled")
                 job.give_up(set(self._pins[job.job_id]))
         done = []

@@ -264,7 +264,9 @@ class NvmeOffloadingManager(OffloadingManager):
         wanted = {key for key in reversed(missing) if self._admits(prefix, key, places[key])}
         chosen = [key for key in keys if key in wanted]
         self._pending.update(places[key].key for key in chosen)
-        return PrepareStoreOutput(chosen, NvmeStoreSpec([places[key] for key in chosen]), [])
+        numbers = Counter(get_offload_group_idx(key) for key in chosen)
+        counts = [numbers[group.number] for group in self._groups]
+        return PrepareStoreOutput(chosen, NvmeStoreSpec([places[key] for key in chosen], counts), [])
 
     def _lacks(self, place: Place) -> bool:
         if place.key in self._pending:

@@ -9,7 +9,9 @@ from typing import Any
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import NvmeSettings, parse_tier_settings, tier_names
 
-# Keys of the extra config that are vLLM's own.
+# Where `front` leaves the digest of the model's configuration.
+HF_CONFIG = "kvtier.hf_config"
+# Keys of the extra config that are vLLM's own, or that.
 _VLLM_KEYS = (
     "spec_name",
     "spec_module_path",
@@ -17,6 +19,7 @@ _VLLM_KEYS = (
     "blocks_per_chunk",
     "offload_prompt_only",
     "self_describing_kv_events",
+    HF_CONFIG,
 )
 _WHERE = "kv_connector_extra_config in --kv-transfer-config"
 
@@ -28,8 +31,9 @@ def settings_of(extra_config: Mapping[str, Any]) -> NvmeSettings:
 
 def names_this_door(transfer: Mapping[str, Any]) -> bool:
     """Whether a ``--kv-transfer-config`` names the spec or its connector."""
-    extra = transfer.get("kv_connector_extra_config") or {}
-    return transfer.get("kv_connector") == "NvmeOffloadingConnector" or extra.get("spec_name") == "NvmeOffloadingSpec"
+    extra = transfer.get("kv_connector_extra_config")
+    spec = extra.get("spec_name") if isinstance(extra, Mapping) else None
+    return transfer.get("kv_connector") == "NvmeOffloadingConnector" or spec == "NvmeOffloadingSpec"
 
 
 def check_front(transfer: Mapping[str, Any]) -> None:
@@ -37,7 +41,8 @@ def check_front(transfer: Mapping[str, Any]) -> None:
     from lmcache_nvme_backend.store import StoreSettings
     from lmcache_nvme_backend.store.opening import check_root
 
-    settings = settings_of(transfer.get("kv_connector_extra_config") or {})
+    extra = transfer.get("kv_connector_extra_config")
+    settings = settings_of(extra if isinstance(extra, Mapping) else {})
     check_connector(transfer.get("kv_connector"))
     check_policy(transfer.get("kv_load_failure_policy", "fail"))
     with tier_names():

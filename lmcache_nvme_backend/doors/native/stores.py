@@ -41,8 +41,7 @@ class StoreJob:
     def __init__(self, job_id: int, chunks: list[tuple[Place, ChunkBlocks]], mark: Any) -> None:
         self.job_id, self.chunks, self.mark = job_id, chunks, mark
         self.nbytes, self.began, self.seconds = 0, time.monotonic(), 0.0
-        self.given_up = False
-        self.started = self.over = False  # guarded by the condition of `ChunkStores`
+        self.given_up = self.copying = self.over = False  # guarded, with `chunks`, by the condition of `ChunkStores`
 
 
 class ChunkStores:
@@ -93,9 +92,6 @@ class ChunkStores:
                 if self._closed:
                     return
                 job = self._queue.popleft()
-                if job.over:
-                    continue
-                job.started = True
             try:
                 self._read(job)
             except Exception:
@@ -106,29 +102,59 @@ class ChunkStores:
                 self._changed.notify_all()
 
     def _read(self, job: StoreJob) -> None:
-        while job.chunks:
-            place, chunk = job.chunks[0]
+        while (head := self._head(job)) is not None:
+            place, chunk = head
             slot, cause = self._slot_for(job, place, chunk)
             if slot is None:
                 if job.given_up:
                     return
                 if cause is not None:
                     self._lose(place.key, cause)
-                job.chunks.pop(0)
+                self._pass(job)
                 continue
-            try:
-                layout = self._layouts[chunk.group]
-                self._copier.to_slot(slot, layout, chunk.runs, job.mark)
-                job.nbytes += layout.nbytes
-                job.chunks.pop(0)
-            except BaseException:
+            if not self._enter_copy(job, place.key):
                 self._forget(place.key, slot)
-                raise
+                return
+            layout, copied = self._layouts[chunk.group], 0
+            try:
+                self._copier.to_slot(slot, layout, chunk.runs, job.mark)
+                copied = layout.nbytes
+            finally:
+                self._leave_copy(job, copied)
+                if not copied:
+                    self._forget(place.key, slot)
             try:
                 self._pool.submit(self._write, place, chunk.group, slot)
             except RuntimeError:  # shut down
                 self._forget(place.key, slot)
                 self._lose(place.key, "closed")
+
+    def _head(self, job: StoreJob) -> tuple[Place, ChunkBlocks] | None:
+        with self._changed:
+            return job.chunks[0] if job.chunks else None
+
+    def _pass(self, job: StoreJob) -> None:
+        """Go on without the first chunk, unless the job was given up meanwhile, with that one."""
+        with self._changed:
+            if not job.over:
+                job.chunks.pop(0)
+
+    def _enter_copy(self, job: StoreJob, key: ChunkKey) -> bool:
+        """Before the device is read; False where it must not be any more."""
+        with self._changed:
+            if job.given_up:
+                self._remember_lost(key)
+                return False
+            job.copying = True
+            return True
+
+    def _leave_copy(self, job: StoreJob, nbytes: int) -> None:
+        with self._changed:
+            job.copying = False
+            job.nbytes += nbytes
+            if nbytes:
+                job.chunks.pop(0)
+            self._changed.notify_all()
 
     def _slot_for(self, job: StoreJob, place: Place, chunk: ChunkBlocks) -> tuple[Slot | None, str | None]:
         """A slot, or why there is none; no cause where the chunk need not be stored."""
@@ -191,9 +217,13 @@ class ChunkStores:
     def _lose(self, key: ChunkKey, cause: str) -> None:
         self.dropped.add(cause)
         with self._changed:
-            self._lost[key] = None
-            while len(self._lost) > LOST_REMEMBERED:
-                del self._lost[next(iter(self._lost))]
+            self._remember_lost(key)
+
+    def _remember_lost(self, key: ChunkKey) -> None:
+        """With the condition held."""
+        self._lost[key] = None
+        while len(self._lost) > LOST_REMEMBERED:
+            del self._lost[next(iter(self._lost))]
 
     def _is_lost(self, parent: ChunkKey | None) -> bool:
         """Whether a chunk's predecessor was lost, and nobody has stored it since."""
@@ -212,7 +242,7 @@ class ChunkStores:
         left, job.chunks = job.chunks, []
         for place, _ in left:
             self.dropped.add(cause)
-            self._lost[place.key] = None
+            self._remember_lost(place.key)
         self._finished.append(job)
 
     def finished(self) -> list[StoreJob]:
@@ -239,10 +269,10 @@ class ChunkStores:
             self._changed.wait_for(lambda: all(job.over for job in jobs), timeout_s)
             for job in jobs:
                 job.given_up = True
-                if not job.started:
-                    self._end(job, "gave up")
-            # What has begun ends with the chunk that is being copied.
-            self._changed.wait_for(lambda: all(job.over for job in jobs))
+            # Only a chunk that is being copied is waited for: the thread may hang in the drive with the next one.
+            self._changed.wait_for(lambda: not any(job.copying for job in jobs))
+            for job in jobs:
+                self._end(job, "gave up")
 
     def wait_for_writes(self, timeout_s: float) -> bool:
         """Until nothing is on its way to the drive; False where something still is."""

@@ -17,9 +17,10 @@ from lmcache_nvme_backend.store import ChunkKey
 
 @dataclass
 class NvmeStoreSpec(LoadStoreSpec):
-    """Where the chunks of a store go, in the order of its blocks."""
+    """Where the chunks of a store go, in the order of its blocks, and how many of them each group has."""
 
     places: list[Place]
+    counts: list[int]
 
 
 @dataclass

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
 from lmcache_nvme_backend.doors.native.copies import Copier
-from lmcache_nvme_backend.doors.native.layout import GroupLayout, chunks_of
+from lmcache_nvme_backend.doors.native.layout import GroupLayout, chunks_of, stored_chunks_of
 from lmcache_nvme_backend.doors.native.loads import ChunkLoads
 from lmcache_nvme_backend.doors.native.stores import ChunkStores
 from lmcache_nvme_backend.doors.native.transfers import NvmeLoadSpec, NvmeStoreSpec
@@ -53,7 +52,8 @@ class NvmeOffloadingWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: NvmeStoreSpec) -> bool:
         began = time.perf_counter()
-        self.stores.submit(job_id, dst_spec.places, list(self._chunks(src_spec)), self._copier.mark())
+        chunks = stored_chunks_of(*_blocks(src_spec), dst_spec.counts, self._layouts[0].blocks)
+        self.stores.submit(job_id, dst_spec.places, list(chunks), self._copier.mark())
         self.stores_s += time.perf_counter() - began
         return True
 
@@ -67,13 +67,10 @@ class NvmeOffloadingWorker(OffloadingWorker):
         began = time.perf_counter()
         # The store of this process may not be the scheduler's: its order of eviction goes by this use.
         self.store.match(src_spec.prefix)
-        self.loads.submit(job_id, src_spec.keys, list(self._chunks(dst_spec)), self._copier.mark())
+        chunks = chunks_of(*_blocks(dst_spec), self._layouts[0].blocks)
+        self.loads.submit(job_id, src_spec.keys, list(chunks), self._copier.mark())
         self.loads_s += time.perf_counter() - began
         return True
-
-    def _chunks(self, blocks: GPULoadStoreSpec) -> Any:
-        ids = [int(block) for block in blocks.block_ids]
-        return chunks_of(ids, blocks.group_sizes, blocks.block_indices, self._layouts[0].blocks)
 
     def get_finished(self) -> list[TransferResult]:
         results = []
@@ -133,3 +130,7 @@ class NvmeOffloadingWorker(OffloadingWorker):
             "kvtier_breaker_open": int(self.store.stands_aside),
             "kvtier_degraded": 0,
         }
+
+
+def _blocks(spec: GPULoadStoreSpec) -> tuple[list[int], Sequence[int], Sequence[int]]:
+    return [int(block) for block in spec.block_ids], spec.group_sizes, spec.block_indices

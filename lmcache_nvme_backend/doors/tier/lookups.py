@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from queue import SimpleQueue
 
@@ -21,6 +22,9 @@ from lmcache_nvme_backend.store import ChunkStore
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
 CLOSE_WAIT_S = 5.0
+# A request waits this long for an answer: a disk that works gives it in milliseconds, and with one that hangs vLLM
+# would ask for ever. Then the chunk is missing, and the prompt is computed.
+ANSWER_WAIT_S = 10.0
 
 
 class _Asked(msgspec.Struct, gc=False):
@@ -31,6 +35,7 @@ class _Asked(msgspec.Struct, gc=False):
     fresh: list[bytes] = []  # to be looked for from the end of this step on
     hits: int = 0  # found since the last step
     told: bool = False  # whether the store has been told of the prefix
+    asked_at: float = 0.0  # when something that was not known was asked for last
 
 
 # A request's id, its prefix, keys to look for, whether the prefix is to be told.
@@ -64,6 +69,9 @@ class Lookups:
             self.begin(request_id, prefix)
             asked = self._asked[request_id]
         verdict = asked.verdicts.get(key, False)
+        if verdict is None and time.monotonic() - asked.asked_at > ANSWER_WAIT_S:
+            asked.verdicts[key] = False  # an answer that comes later is too late
+            return False
         if verdict is not False or key in asked.verdicts:
             return verdict
         found = prefix.resolved and self._known(prefix.key(key))
@@ -74,6 +82,7 @@ class Lookups:
             return True
         asked.verdicts[key] = None
         asked.fresh.append(key)
+        asked.asked_at = time.monotonic()
         return None
 
     def flush(self) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from lmcache_nvme_backend.doors import refusals
 from lmcache_nvme_backend.doors.hybrid_prefix import ORDER, CacheGroup, PrefixOrder
+from lmcache_nvme_backend.doors.packing import block_facts
 from lmcache_nvme_backend.doors.store_opening import open_store
 from lmcache_nvme_backend.doors.tier.requests import SCHEDULER, note_requests
 from lmcache_nvme_backend.doors.vllm_facts import Fact, model_identity, model_name, vllm_facts
@@ -169,7 +170,7 @@ def namespace_facts(
         ],
         **_hash_facts(vllm_config),
         **(vllm_facts(vllm_config) if vllm_config is not None else {"engine": "none"}),
-        "device": str(vllm_config.device_config.device_type) if vllm_config is not None else None,
+        **(block_facts(vllm_config) if vllm_config is not None else {"device": None}),
     }
 
 

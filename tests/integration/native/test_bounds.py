@@ -16,7 +16,14 @@ import torch
 
 from lmcache_nvme_backend.doors.hybrid_prefix import Place
 from lmcache_nvme_backend.doors.native.copies import CpuCopier
-from lmcache_nvme_backend.doors.native.layout import BlockRun, ChunkBlocks, GroupLayout, Piece, chunks_of
+from lmcache_nvme_backend.doors.native.layout import (
+    BlockRun,
+    ChunkBlocks,
+    GroupLayout,
+    Piece,
+    chunks_of,
+    stored_chunks_of,
+)
 from lmcache_nvme_backend.doors.native.loads import ChunkLoads
 from lmcache_nvme_backend.doors.native.stores import ChunkStores
 from lmcache_nvme_backend.staging import Slot, StagingMemory, StagingRing
@@ -94,7 +101,7 @@ def test_vllm_waits_a_bounded_time_for_blocks_whose_store_finds_no_slot(bench: B
     began = time.monotonic()
     bench.stores.wait({1, 2}, 0.2)
     assert time.monotonic() - began < 3
-    assert [job.job_id for job in bench.stores.finished()] == [2, 1]  # 1 had begun
+    assert [job.job_id for job in bench.stores.finished()] == [1, 2]
     for slot in taken:
         bench.ring.release(slot)
     assert bench.stores.wait_for_writes(10)
@@ -156,6 +163,33 @@ def test_loads_of_a_drive_that_hangs_fail_and_those_that_wait_for_their_turn_do_
         bench.ring.release(slot)
 
 
+def test_a_load_that_has_failed_does_not_wait_for_ever_for_a_read_that_hangs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that is missing fails at once; the job is over when the drive is given up for the other one."""
+    places = bench.places(2)
+    bench.store_now(places)
+    gate, get = threading.Event(), bench.store.get
+
+    def hangs(key: ChunkKey, into: memoryview) -> Any:
+        if key == places[0].key:
+            assert gate.wait(60)
+        return get(key, into)
+
+    monkeypatch.setattr(bench.store, "get", hangs)
+    monkeypatch.setattr("lmcache_nvme_backend.doors.native.loads.STALL_S", 0.5)
+    missing = digest_fields("missing")
+    bench.loads.submit(2, [places[0].key, missing], bench.chunks(2, 40), None)
+    deadline = time.monotonic() + 10
+    while not (done := bench.loads.finished()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [job.success for job in done] == [False]
+    assert missing in done[0].failed
+    gate.set()
+    bench.loads._pool.shutdown(wait=True)
+    assert bench.ring.free == bench.ring.slots
+
+
 def test_a_load_fails_as_a_whole_and_names_the_chunk(bench: Bench) -> None:
     """The others may have been written; vLLM takes all blocks back."""
     places = bench.places(5)
@@ -193,3 +227,44 @@ def test_a_list_of_blocks_is_cut_where_chunks_end() -> None:
     assert found[0].runs == (BlockRun(1, 7, 1),)
     assert found[1].runs == (BlockRun(0, 8, 1), BlockRun(1, 3, 1))
     assert found[3].runs == (BlockRun(0, 5, 1), BlockRun(1, 9, 1))
+
+
+def test_chunks_of_a_store_with_a_hole_are_none_of_them_whole() -> None:
+    """vLLM takes a window's freed blocks out of the list: what follows has moved up, and would be another's bytes."""
+    whole, one_missing = [10, 11, 12, 13, 20, 21, 22, 23], [10, 11, 13, 20, 21, 22, 23]
+    found = list(stored_chunks_of([*whole, 5], [8, 1], [4, 0], [2, 1], 4))
+    assert [(c.group, c.whole) for c in found] == [(0, True), (0, True), (1, False)]
+    found = list(stored_chunks_of([*one_missing, 5, 6, 7, 8], [7, 4], [4, 0], [2, 1], 4))
+    assert [(c.group, c.whole) for c in found] == [(0, False), (0, False), (1, True)]
+    assert found[2].runs == (BlockRun(0, 5, 4),)
+    found = list(stored_chunks_of(whole[2:], [6], [6], [2], 4))  # a head that has been left behind
+    assert [(c.whole, c.runs) for c in found] == [(False, (BlockRun(2, 12, 2),)), (True, (BlockRun(0, 20, 4),))]
+    assert [c.whole for c in stored_chunks_of([10, 11], [2], [4], [3], 4)] == [False] * 3
+
+
+def test_vllm_does_not_wait_for_a_store_that_hangs_in_the_drive(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a lost chunk the drive is asked whether somebody else has it: that may take for ever."""
+    places = bench.places(3)
+    bench.stores.submit(1, places[:1], [ChunkBlocks(0, (BlockRun(1, 2, 1),), False)], None)
+    bench.stores.wait({1}, 10)
+    bench.stores.finished()
+    gate, asked = threading.Event(), threading.Event()
+    match = bench.store.match
+
+    def hangs(*arguments: Any, **named: Any) -> int:
+        asked.set()
+        assert gate.wait(60)
+        return match(*arguments, **named)
+
+    monkeypatch.setattr(bench.store, "match", hangs)
+    bench.stores.submit(2, places[1:], bench.chunks(2), None)
+    assert asked.wait(10)
+    began = time.monotonic()
+    bench.stores.wait({2}, 0.1)
+    assert time.monotonic() - began < 3
+    assert [job.job_id for job in bench.stores.finished()] == [2]
+    gate.set()
+    monkeypatch.undo()
+    bench.store_now(places)  # the thread lives, and counts are right
+    assert bench.stores.dropped.snapshot() == {"partial": 1, "gave up": 2}
+    assert bench.ring.free == bench.ring.slots

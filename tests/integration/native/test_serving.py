@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from lmcache_nvme_backend.doors.native import front
+from lmcache_nvme_backend.doors.native.facts import namespace
 from lmcache_nvme_backend.doors.native.manager import RequestPrefix
+from lmcache_nvme_backend.doors.native.settings import HF_CONFIG
+from lmcache_nvme_backend.doors.vllm_facts import digest_config
 from tests.integration.native import scenarios
 from tests.integration.native.room import Room, chunk_files, prompt
 from tests.integration.native.scenarios import TOKENS, kinds
@@ -244,4 +249,47 @@ def test_what_the_device_serves_all_day_is_not_the_first_to_go_from_the_drive(
     assert room.side.store.stats.evictions > 50
     room.forget()
     assert room.serve("last", prompt(TOKENS)) == 992
+    room.close()
+
+
+def test_a_model_that_changes_its_configuration_when_it_is_built_has_one_namespace(tmp_path: Path) -> None:
+    """The front process notes what it was; a worker's process has the changed one, a scheduler's may not."""
+    extra: dict[str, Any] = {"spec_name": "NvmeOffloadingSpec"}
+    transfer = SimpleNamespace(kv_connector="NvmeOffloadingConnector", kv_connector_extra_config=extra)
+    model = SimpleNamespace(hf_config=SimpleNamespace(hidden_size=8))
+    front.note_configuration(SimpleNamespace(kv_transfer_config=transfer, model_config=model))
+    noted = transfer.kv_connector_extra_config[HF_CONFIG]
+    assert noted == digest_config(model.hf_config)
+    digests = set()
+    for changed in (False, True):
+        room = Room(tmp_path, **{HF_CONFIG: noted})
+        spec = room.worker.connector_worker.spec
+        if changed:
+            room.config.model_config.hf_config.max_model_len = 2_000
+        engine = spec._engine
+        assert engine.vllm_config is room.config
+        facts = namespace(spec.settings, spec.config, engine.vllm_config, engine.kv_cache_config)
+        digests.add(facts.digest)
+        room.close()
+    assert len(digests) == 1
+    others = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
+    front.note_configuration(SimpleNamespace(kv_transfer_config=others, model_config=model))
+    assert others.kv_connector_extra_config == {}
+
+
+def test_a_lookup_that_is_put_off_counts_when_it_has_ended(tmp_path: Path) -> None:
+    """vLLM lets a request wait while another one loads its chunks: what is there is no miss."""
+    room = Room(tmp_path, **FULL)
+    room.serve("cold", prompt(TOKENS))
+    room.wait_stored()
+    room.forget()
+    hits, misses = room.manager.hits, room.manager.misses
+    room._external = {}
+    for name in ("first", "put off"):
+        room.add(name, prompt(TOKENS))
+    room.step()
+    assert [name for name, _ in room.loads] == ["first"]
+    assert (room.manager.hits, room.manager.misses) == (hits + 31, misses)
+    room.run()
+    assert (room.manager.hits, room.manager.misses) == (hits + 31, misses)
     room.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
+from lmcache_nvme_backend.doors.tier import lookups
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import ChunkStore, Hit
 from tests.integration.tier.world import (
@@ -172,6 +174,27 @@ def test_lookups_and_jobs_never_wait_for_the_disk(world: Make, monkeypatch: pyte
         gate.set()
     assert one.found(context, keys) == 3
     one.settle()
+
+
+def test_a_lookup_that_the_disk_never_answers_is_a_miss_after_a_while(world: Make, monkeypatch: pytest.MonkeyPatch):
+    """vLLM asks in every step, and the request would wait for ever. An answer that comes too late changes nothing."""
+    one, request = world(), Request("a", 2)
+    gate = threading.Event()
+    monkeypatch.setattr(ChunkStore, "match", lambda *_, **__: gate.wait(60) and 0)
+    monkeypatch.setattr(lookups, "ANSWER_WAIT_S", 0.2)
+    first, second = one.begin("r1", Request("b", 1)), one.begin("r2", request)
+    one.step()  # the thread hangs while it tells of the first one
+    [key, *_] = keys_of(request)
+    try:
+        assert one.manager.lookup(key, second) is LookupResult.RETRY
+        one.step()
+        assert one.manager.lookup(key, second) is LookupResult.RETRY
+        time.sleep(0.3)
+        assert one.manager.lookup(key, second) is LookupResult.MISS
+    finally:
+        gate.set()
+    assert one.found(second, keys_of(request)) == 0
+    assert one.found(first, keys_of(Request("b", 1))) == 0
 
 
 def test_stores_beyond_the_bound_are_dropped_with_what_follows(world: Make, monkeypatch: pytest.MonkeyPatch):

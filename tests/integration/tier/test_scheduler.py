@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 import lmcache_nvme_backend
-from lmcache_nvme_backend.doors import scope
+from lmcache_nvme_backend.doors import packing, scope
 from tests.integration.native.room import Room, chunk_files, damage, prompt
 from tests.integration.tier.world import entry
 
@@ -167,6 +167,16 @@ def test_the_namespace_says_what_the_engine_is(room: Make) -> None:
     kinds = [group[4] for group in facts["groups"]]
     assert sorted(kinds) == ["FullAttentionSpec", "MambaSpec", "MambaSpec", "MambaSpec"]
     assert [group[2] for group in facts["groups"] if group[4] == "MambaSpec"] == [1, 1, 1]
+
+
+def test_how_the_device_packs_a_block_makes_another_namespace(room: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are copied as they are: a root that is carried to another processor serves nothing of this one's."""
+    digests = set()
+    for isa in ("amx", "vec"):
+        monkeypatch.setattr(packing, "block_packing", lambda config, isa=isa: isa)
+        one = room()
+        digests.add(one.nvme.store.namespace.digest)
+    assert len(digests) == 2
 
 
 def test_a_second_sight_admission_is_refused_for_a_hybrid_model(room: Make) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from lmcache_nvme_backend.doors import command_line, vllm_plugin
 from lmcache_nvme_backend.doors.hybrid_prefix import CacheGroup
+from lmcache_nvme_backend.doors.native.settings import names_this_door
 from lmcache_nvme_backend.doors.tier import opening
 from lmcache_nvme_backend.doors.tier.requests import Origin, RequestPrefix, split_key
 from lmcache_nvme_backend.errors import ConfigError
@@ -37,6 +38,7 @@ def test_the_entry_is_found_among_others_in_either_way_of_writing(tmp_path: Path
         '{"kv_connector_extra_config": {"secondary_tiers": 3}}',
     ):
         assert command_line.secondary_tiers("NvmeTier", ["vllm", "--kv-transfer-config", text]) == []
+        assert not names_this_door(command_line.transfer_config(["vllm", "--kv-transfer-config", text]))
     assert command_line.secondary_tiers("NvmeTier", ["vllm", "--kv-transfer-config"]) == []
 
 
