@@ -8,6 +8,7 @@ replica failed and picks another one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 
@@ -58,3 +59,13 @@ async def again(data: dict[str, Any], router: Any | None, attempts: int) -> Any 
         return await router.atext_completion(**data)
     except (AttributeError, TypeError):  # another LiteLLM
         return None
+
+
+async def close(stream: Any) -> None:
+    """End a stream that took another's place: LiteLLM closes the one that it handed out."""
+    for holder in (stream, getattr(stream, "completion_stream", None)):
+        end = getattr(holder, "aclose", None)
+        if end is not None:
+            with suppress(Exception):
+                await end()
+            return
