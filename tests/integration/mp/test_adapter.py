@@ -221,6 +221,24 @@ def test_what_a_lookup_has_locked_stays(node):
     assert server.fetch(what) == 0
 
 
+def test_a_lock_that_is_never_given_back_ends(node, monkeypatch):
+    """LMCache forgets the locks of a request that it aborts in its lookup: what they held can be deleted again."""
+    monkeypatch.setattr("lmcache_nvme_backend.doors.mp.spaces.PIN_LIFETIME_S", 0.2)
+    server = node()
+    what = keys(2)
+    server.fetch(what)
+    server.store(what)
+    task = server.adapter.submit_lookup_and_lock_task(what, {0: layout()})
+    wait_for(lambda: server.adapter.query_lookup_and_lock_result(task) is not None)
+
+    def deleted() -> bool:
+        server.adapter.delete(what)
+        return not server.chunks()
+
+    wait_for(deleted, 3)
+    assert server.adapter._locks == {}
+
+
 def test_two_servers_share_one_root(node):
     """What one stores, the other serves without being told; what one removes is a miss for the other."""
     first, second = node(), node()

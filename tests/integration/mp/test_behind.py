@@ -222,6 +222,34 @@ def test_a_shared_file_system_behind(node, tmp_path):
     assert second.fetch(keys(3)) == 3
 
 
+def test_a_request_that_found_a_chunk_behind_unlocks_no_other_requests_chunk(node, tmp_path):
+    """The first request has nothing locked here; the second one found here what the first had brought."""
+    behind = {"type": "fs", "base_path": str(tmp_path / "shared")}
+    first, second = (node(tmp_path / name, behind=behind) for name in "ab")
+    assert all(host.adapter.behind.remote.wait_up(30) for host in (first, second))
+    what = keys(2)
+    first.store(what)
+    shared(first, 2)
+    adapter = second.adapter
+
+    def lock() -> None:
+        task = adapter.submit_lookup_and_lock_task(what, {0: layout()})
+        found = []
+        wait_for(lambda: found.append(adapter.query_lookup_and_lock_result(task)) or found[-1] is not None)
+        assert found[-1].popcount() == 2
+
+    lock()
+    assert second.fetch(what) == 2
+    kept(second, 2)
+    lock()
+    adapter.submit_unlock(what)
+    adapter.delete(what)
+    assert len(second.chunks()) == 2
+    adapter.submit_unlock(what)
+    adapter.delete(what)
+    assert second.chunks() == []
+
+
 @pytest.mark.parametrize(
     ("behind", "named"),
     [
