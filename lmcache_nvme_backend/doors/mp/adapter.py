@@ -234,6 +234,8 @@ class NvmeL2Adapter(L2AdapterInterface):
     def _tell_stored(self, arrived: Sequence[tuple[Any, Chunk, int]]) -> None:
         if new := self.residents.add(arrived):
             self._safely(lambda: self._notify_keys_stored([key for key, _ in new], [size for _, size in new]))
+        if self.residents.look_is_due:
+            self._tell_deleted(self.residents.gone(self.spaces.all()))
 
     def _tell_deleted(self, gone: Sequence[tuple[Any, int]]) -> None:
         if gone:
