@@ -7,6 +7,7 @@ host's own store behind the request. Where the other store is slow or gone, a lo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -29,7 +30,8 @@ logger = init_logger("lmcache_nvme_backend")
 # Loads in flight to the store behind: enough to fill a network of 25 Gbit/s with chunks of some MiB.
 FETCH_THREADS: Final = 8
 KEEP_THREADS: Final = 2
-# A chunk that is to be shared waits this long for a buffer; the others of its batch wait with it, no request does.
+# A batch that is to be shared waits this long for buffers in all. No request waits with it, but LMCache's memory does,
+# and so do the batches behind it, which this host's own store is to have: a slow network must not hold them up.
 OFFER_WAIT_S: Final = 1.0
 # Beside the lookup's bound a load may take the time that its bytes need at this rate: a network of 1 Gbit/s.
 SLOWEST_BYTES_PER_S: Final = 100e6
@@ -138,20 +140,21 @@ class ReadThrough:
 
     def offer(self, new: Sequence[tuple[Any, Chunk, Any]], lease: Lease) -> None:
         """Send copies of these objects there; what cannot be sent is counted and forgotten."""
+        deadline = time.monotonic() + OFFER_WAIT_S
         for key, chunk, obj in new:
             try:
-                why = self._send(key, chunk, bytes_of(obj), lease)
+                why = self._send(key, chunk, bytes_of(obj), lease, deadline)
             except Exception:
                 logger.exception("lmcache_nvme_backend: a chunk could not be sent to the store behind")
                 why = "error"
             if why:
                 self.dropped.add(why)
 
-    def _send(self, key: Any, chunk: Chunk, payload: memoryview, lease: Lease) -> str:
+    def _send(self, key: Any, chunk: Chunk, payload: memoryview, lease: Lease, deadline: float) -> str:
         """Why it was not sent, or nothing."""
         if not self.remote.up:
             return "down"
-        buffer = self.buffers.take(len(payload) + SEAL_BYTES, OFFER_WAIT_S)
+        buffer = self.buffers.take(len(payload) + SEAL_BYTES, max(0.0, deadline - time.monotonic()))
         if buffer is None:
             return "staging full"
         buffer.view[:-SEAL_BYTES] = payload

@@ -237,7 +237,8 @@ class _Probe:
         host = blake2b(socket.gethostname().encode(), digest_size=16).digest()
         self._key = ObjectKey(host, "kvtier-probe", 0)
         self._buffer = Buffer(_PROBE_BYTES)
-        self._due = 0.0
+        self._ended = float("-inf")  # when the last one had its answer, or none in time
+        self._worked = False
         self._deadline = 0.0
         self._future: Future[Any] | None = None
         self._storing = False
@@ -246,7 +247,8 @@ class _Probe:
     def step(self) -> None:
         now = time.monotonic()
         if self._future is None:
-            if now >= self._due or (self._remote.suspected and now >= self._due - PROBE_UP_S + PROBE_DOWN_S):
+            well = self._worked and not self._remote.suspected
+            if now >= self._ended + (PROBE_UP_S if well else PROBE_DOWN_S):
                 self._begin(now)
             return
         if self._future.done():
@@ -271,7 +273,7 @@ class _Probe:
 
     def _end(self, worked: bool, why: str) -> None:
         self._future = None
-        self._due = time.monotonic() + (PROBE_UP_S if worked else PROBE_DOWN_S)
+        self._ended, self._worked = time.monotonic(), worked
         if worked:
             self._failures = 0
             self._remote.say_up()

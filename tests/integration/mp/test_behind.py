@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.platform import create_event_notifier
 from prometheus_client import REGISTRY
 
 from kvtier.engine import free_port
+from lmcache_nvme_backend.doors.mp.remote import Remote
 from lmcache_nvme_backend.errors import ConfigError
 
 from .conftest import MODEL, keys, layout, wait_for
@@ -199,6 +202,59 @@ def test_a_store_behind_that_hangs_costs_one_bounded_wait(hosts, redis):
     del second.adapter.behind.remote.lookup
     wait_for(lambda: second.adapter.behind.remote.up, 40)
     assert second.fetch(what) == 4
+
+
+def test_a_store_behind_that_takes_nothing_in_holds_up_no_store_here(hosts, redis):
+    """A batch waits once for the memory of copies, not once a chunk: LMCache's memory waits with it."""
+    host = hosts("a", staging_mib=1)  # 10 objects
+    redis.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    host.store(keys(16))
+    assert time.monotonic() - began < 4
+    assert host.adapter.behind.dropped.snapshot()["staging full"] == 6
+    host.forget()
+    assert host.fetch(keys(16)) == 16
+    redis.process.send_signal(signal.SIGCONT)
+
+
+class Refuses:
+    """A store behind that answers every store at once, and keeps nothing."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Refuses.made += 1
+        self.asked = 0
+        self._events = [create_event_notifier() for _ in range(3)]
+        self._tasks: list[int] = []
+        self.get_store_event_fd, self.get_lookup_and_lock_event_fd, self.get_load_event_fd = (
+            event.fileno for event in self._events
+        )
+
+    def submit_store_task(self, keys, objects) -> int:
+        self.asked += 1
+        self._tasks.append(self.asked)
+        self._events[0].notify()
+        return self.asked
+
+    def pop_completed_store_tasks(self):
+        tasks, self._tasks = self._tasks, []
+        return {task: L2StoreResult(False, 0) for task in tasks}
+
+    def close(self) -> None:
+        for event in self._events:
+            event.close()
+
+
+def test_a_store_behind_that_fails_at_once_is_probed_no_faster_than_one_that_hangs(monkeypatch):
+    """Also while it is suspected; else each failure would be followed by the next probe, and by new clients."""
+    monkeypatch.setattr("lmcache_nvme_backend.doors.mp.remote.create_l2_adapter", lambda config: Refuses())
+    remote = Remote(None, "refuses")
+    wait_for(lambda: Refuses.made)
+    remote.suspect("a store failed")
+    time.sleep(3)
+    assert Refuses.made <= 2
+    remote.close()
 
 
 def test_a_chunk_larger_than_the_copies_may_be_stays_here(hosts):
