@@ -9,9 +9,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.mp_observability.event import EventType
 from lmcache.v1.platform import create_event_notifier
 from prometheus_client import REGISTRY
 
@@ -276,6 +279,21 @@ def test_a_shared_file_system_behind(node, tmp_path):
     first.store(keys(3))
     shared(first, 3)
     assert second.fetch(keys(3)) == 3
+
+
+def test_lmcache_is_told_of_what_lies_here_and_not_of_what_lies_behind(node, tmp_path, monkeypatch):
+    """Its coordinator counts an object once, under the name that requests know."""
+    told: list[Any] = []
+    monkeypatch.setattr(
+        "lmcache.v1.distributed.l2_adapters.base.get_event_bus", lambda: SimpleNamespace(publish=told.append)
+    )
+    host = node(tmp_path / "a", behind={"type": "fs", "base_path": str(tmp_path / "shared")})
+    assert host.adapter.behind.remote.wait_up(30)
+    host.store(keys(3))
+    shared(host, 3)
+    stored = [event.metadata for event in told if event.event_type is EventType.L2_KEYS_STORED]
+    assert [key for event in stored for key in event["keys"]] == keys(3)
+    assert {event["backend"] for event in stored} == {"plugin"}
 
 
 def test_a_request_that_found_a_chunk_behind_unlocks_no_other_requests_chunk(node, tmp_path):
