@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +14,12 @@ from lmcache_nvme_backend.fingerprint import identify_model
 from lmcache_nvme_backend.settings import NvmeSettings
 
 Fact = str | int | bool | None | list[Any]
+
+# Positions that these encode otherwise where --max-model-len is longer (vLLM's Phi3LongRoPEScaledRotaryEmbedding takes
+# the long factors for the first token already), or whose table may end with it.
+_ROPE_BY_LENGTH: Final = ("longrope", "su", "dynamic")
+# Scales its queries from a --max-model-len of 32,768 on, which all layers behind the first see.
+_MODELS_BY_LENGTH: Final = ("llama4",)
 
 
 def model_name(fallback: str, vllm_config: Any | None) -> str:
@@ -67,7 +73,17 @@ def vllm_facts(vllm_config: Any) -> dict[str, Fact]:
         ],
         "layers": _layer_range(model, parallel),
         "draft_model": _draft_identity(vllm_config),
+        **({"max_model_len": model.max_model_len} if _depends_on_length(_fields(model.hf_config)) else {}),
     }
+
+
+def _depends_on_length(config: Any) -> bool:
+    """Whether a model's KV for given tokens changes with the longest context that it is started for."""
+    if isinstance(config, Mapping):
+        rope = config.get("rope_type", config.get("type"))
+        by_model = str(config.get("model_type", "")).startswith(_MODELS_BY_LENGTH)
+        return by_model or rope in _ROPE_BY_LENGTH or any(map(_depends_on_length, config.values()))
+    return isinstance(config, list | tuple) and any(map(_depends_on_length, config))
 
 
 def _layer_range(model: Any, parallel: Any) -> list[Any] | None:
@@ -94,9 +110,13 @@ def _draft_identity(vllm_config: Any) -> str | None:
 
 def _digest_config(hf_config: Any) -> str:
     """The model configuration as the engine uses it, overrides included, without where it was read from."""
-    fields = hf_config.to_dict() if hasattr(hf_config, "to_dict") else dict(vars(hf_config))
-    text = msgspec.json.encode(_plain(fields), order="deterministic")
+    text = msgspec.json.encode(_plain(_fields(hf_config)), order="deterministic")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def _fields(hf_config: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = hf_config.to_dict() if hasattr(hf_config, "to_dict") else dict(vars(hf_config))
+    return fields
 
 
 def _plain(value: Any) -> Any:
