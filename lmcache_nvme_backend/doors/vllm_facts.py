@@ -59,6 +59,7 @@ def vllm_facts(vllm_config: Any) -> dict[str, Fact]:
     How the bytes of a chunk are arranged is the door's to add.
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    unquantized = getattr(cache, "kv_cache_dtype_skip_layers", None)
     return {
         "engine": "vllm",
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -73,6 +74,7 @@ def vllm_facts(vllm_config: Any) -> dict[str, Fact]:
         ],
         "layers": _layer_range(model, parallel),
         "draft_model": _draft_identity(vllm_config),
+        **({"unquantized_layers": sorted(unquantized)} if unquantized else {}),
         **({"max_model_len": model.max_model_len} if _depends_on_length(_fields(model.hf_config)) else {}),
     }
 
