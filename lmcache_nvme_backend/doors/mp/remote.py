@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import select
 import socket
 import threading
@@ -40,6 +41,8 @@ _PROBE_BYTES: Final = 64
 # A close that hangs must not hang the server's end.
 _CLOSE_WAIT_S: Final = 10.0
 _TICK_MS: Final = 200
+# What adapters take that no log should show.
+_SECRET: Final = re.compile(r"password|secret|token$|_key$", re.IGNORECASE)
 
 
 def parse_remote(spec: dict[str, Any]) -> Any:
@@ -48,7 +51,7 @@ def parse_remote(spec: dict[str, Any]) -> Any:
         (config,) = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)])).adapters
     except Exception as e:  # whatever the adapter's own parser raises
         raise ConfigError(
-            "behind", json.dumps({k: v for k, v in spec.items() if k != "password"}),
+            "behind", json.dumps({name: value for name, value in spec.items() if not _SECRET.search(name)}),
             "what --l2-adapter of the installed LMCache takes", str(e).replace("--l2-adapter #1", "behind"),
         ) from e  # fmt: skip
     return config

@@ -19,7 +19,7 @@ from lmcache.v1.platform import create_event_notifier
 from prometheus_client import REGISTRY
 
 from kvtier.engine import free_port
-from lmcache_nvme_backend.doors.mp.remote import Remote
+from lmcache_nvme_backend.doors.mp.remote import Remote, parse_remote
 from lmcache_nvme_backend.errors import ConfigError
 
 from .conftest import MODEL, keys, layout, wait_for
@@ -338,3 +338,11 @@ def test_a_wrong_store_behind_ends_the_start(node, behind, named):
     """What could never work is refused at once, by the setting's name."""
     with pytest.raises(ConfigError, match=named):
         node(behind=behind)
+
+
+@pytest.mark.parametrize("name", ["password", "token", "aws_secret_access_key", "access_key"])
+def test_an_error_of_the_store_behind_shows_no_secret(name):
+    """It goes to the log of whoever starts the server."""
+    with pytest.raises(ConfigError) as caught:
+        parse_remote({"type": "no-such-store", name: "hidden"})
+    assert "no-such-store" in str(caught.value) and "hidden" not in str(caught.value)
