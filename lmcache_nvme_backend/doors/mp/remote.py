@@ -64,7 +64,9 @@ class Remote:
         self._config, self.name = config, name
         self._lock = threading.Lock()
         self._adapter: Any = None
-        self._pending: dict[tuple[Kind, int], tuple[Future[Any], int]] = {}  # with the number of its keys
+        # With the number of its keys, and the object whose memory the adapter has.
+        self._pending: dict[tuple[Kind, int], tuple[Future[Any], int, Any]] = {}
+        self._abandoned: dict[int, Any] = {}  # objects whose memory must never go: some adapter may still use it
         self._wake: Any = create_event_notifier()
         self._up = threading.Event()
         self._suspect = False
@@ -84,7 +86,9 @@ class Remote:
 
     def store(self, key: Any, obj: Any) -> Future[bool] | None:
         """The future's result: whether it is there now. None where the store behind is not asked."""
-        return self._submit("store", lambda adapter: adapter.submit_store_task([key], [obj])) if self.up else None
+        if not self.up:
+            return None
+        return self._submit("store", lambda adapter: adapter.submit_store_task([key], [obj]), obj=obj)
 
     def lookup(self, keys: Sequence[Any]) -> Future[list[bool]] | None:
         """The future's result: which of the keys are there. Nothing is left locked."""
@@ -97,7 +101,9 @@ class Remote:
 
     def load(self, key: Any, obj: Any) -> Future[bool] | None:
         """The future's result: whether `obj` has been filled. Until then its memory belongs to the adapter."""
-        return self._submit("load", lambda adapter: adapter.submit_load_task([key], [obj])) if self.up else None
+        if not self.up:
+            return None
+        return self._submit("load", lambda adapter: adapter.submit_load_task([key], [obj]), obj=obj)
 
     def suspect(self, why: str) -> None:
         """Something did not come in time or failed: ask nothing more before the next probe is answered."""
@@ -105,7 +111,9 @@ class Remote:
             self._suspect, self._why = True, why
             self._wake.notify()
 
-    def _submit(self, kind: Kind, submit: Callable[[Any], int], keys: list[Any] | None = None) -> Future[Any] | None:
+    def _submit(
+        self, kind: Kind, submit: Callable[[Any], int], keys: list[Any] | None = None, obj: Any = None
+    ) -> Future[Any] | None:
         future: Future[Any] = Future()
         with self._lock:  # so that a result is not looked for before its task is known
             if self._adapter is None:
@@ -116,7 +124,7 @@ class Remote:
                 self._why = f"{type(e).__name__}: {e}"
                 self._suspect = True
                 return None
-            self._pending[kind, task] = future, len(keys or (0,))
+            self._pending[kind, task] = future, len(keys or (0,)), obj
         if keys is not None:
             adapter = self._adapter
             future.add_done_callback(lambda done: _unlock(adapter, keys, done.result()))
@@ -165,10 +173,10 @@ class Remote:
         done: list[tuple[Future[Any], Any]] = []
         with self._lock:
             for task, stored in adapter.pop_completed_store_tasks().items():
-                future, _ = self._pending.pop(("store", task), (None, 0))
+                future, _, _ = self._pending.pop(("store", task), (None, 0, None))
                 if future is not None:
                     done.append((future, bool(stored.is_successful())))
-            for (kind, task), (future, count) in list(self._pending.items()):
+            for (kind, task), (future, count, _) in list(self._pending.items()):
                 found = None
                 if kind == "lookup":
                     found = adapter.query_lookup_and_lock_result(task)
@@ -203,10 +211,13 @@ class Remote:
             self._drop_adapter()
 
     def _drop_adapter(self) -> None:
-        """What was pending is lost, but for its buffers: those are free once the old client has ended."""
+        """What was pending is lost, but for its buffers: those are free once the old client has ended, as far as can be
+        known. Some adapters leave threads behind that hang in the kernel, with an address in their hands: so the memory
+        stays where it is, and what comes out of it is verified elsewhere."""
         with self._lock:
             adapter, self._adapter = self._adapter, None
             pending, self._pending = self._pending, {}
+        self._abandoned.update((id(obj), obj) for _, _, obj in pending.values() if obj is not None)
         if adapter is None:
             return
 
@@ -215,7 +226,7 @@ class Remote:
                 adapter.close()
             except Exception:
                 logger.exception("lmcache_nvme_backend: closing the store behind (%s)", self.name)
-            for (kind, _), (future, _) in pending.items():
+            for (kind, _), (future, _, _) in pending.items():
                 future.set_result([] if kind == "lookup" else False)
 
         self._closing = threading.Thread(target=end, name="kvtier-behind-close", daemon=True)
@@ -294,7 +305,6 @@ class _Probe:
         self._remote.say_down(why)
         if self._failures >= PROBES_A_CLIENT:
             self._failures = 0
-            self._buffer = Buffer(_PROBE_BYTES)  # the old client may still write to the other one
             self._remote.renew()
 
 

@@ -260,6 +260,27 @@ def test_a_store_behind_that_fails_at_once_is_probed_no_faster_than_one_that_han
     remote.close()
 
 
+def test_a_copy_that_changes_while_it_is_written_here_is_not_kept(node, tmp_path, monkeypatch):
+    """A client that was given up may still have its address; what was served had been verified where it was served."""
+    behind = {"type": "fs", "base_path": str(tmp_path / "shared")}
+    first, second = (node(tmp_path / name, behind=behind) for name in "ab")
+    assert all(host.adapter.behind.remote.wait_up(30) for host in (first, second))
+    first.store(keys(1))
+    shared(first, 1)
+    assert second.fetch(keys(1, seed=1)) == 0
+    (space,) = second.adapter.spaces.all()
+    put = space.store.put
+
+    def disturbed(name, payload, **place):
+        payload[100] ^= 1
+        return put(name, payload, **place)
+
+    monkeypatch.setattr(space.store, "put", disturbed)
+    assert second.fetch(keys(1)) == 1
+    wait_for(lambda: second.adapter.behind.buffers.in_use == 0)
+    assert second.chunks() == [] and counted(second, "kept") == 0
+
+
 def test_a_chunk_larger_than_the_copies_may_be_stays_here(hosts):
     """staging_mib is the bound on host memory: what does not fit is not shared, is counted, and is stored here."""
     host = hosts("a", staging_mib=1)
