@@ -174,7 +174,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         """Sees a stream's first token and its end, also where the client goes away and no other hook fires."""
         call_id = str(request_data.get("litellm_call_id"))
         begun = done = False
-        attempts = 0
+        attempts, first = 0, response
         try:
             while True:
                 try:
@@ -196,6 +196,8 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
             done = True
         finally:
             self.affinity.ended(call_id, aborted=not done)
+            if response is not first:
+                await stream_failover.close(response)
 
     async def async_post_call_success_deployment_hook(self, request_data: Any, response: Any, call_type: Any) -> Any:
         """An answer that does not stream is complete."""

@@ -45,6 +45,12 @@ class PinLedger:
                 self._counts[key] = count - 1
         return self._unpin(key)
 
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether a chunk is pinned by a lookup that is not older than the pins' lifetime."""
+        with self._lock:
+            since = self._since.get(key)
+        return since is not None and time.monotonic() - since < self._lifetime
+
     def _expire(self, now: float) -> None:
         with self._lock:
             self._looked = now

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +14,12 @@ from lmcache_nvme_backend.fingerprint import identify_model
 from lmcache_nvme_backend.settings import NvmeSettings
 
 Fact = str | int | bool | None | list[Any]
+
+# Positions that these encode otherwise where --max-model-len is longer (vLLM's Phi3LongRoPEScaledRotaryEmbedding takes
+# the long factors for the first token already), or whose table may end with it.
+_ROPE_BY_LENGTH: Final = ("longrope", "su", "dynamic")
+# Scales its queries from a --max-model-len of 32,768 on, which all layers behind the first see.
+_MODELS_BY_LENGTH: Final = ("llama4",)
 
 
 def model_name(fallback: str, vllm_config: Any | None) -> str:
@@ -67,7 +73,7 @@ def vllm_facts(vllm_config: Any) -> dict[str, Fact]:
         ],
         "layers": _layer_range(model, parallel),
         "draft_model": _draft_identity(vllm_config),
-        **_length_fact(model),
+        **({"max_model_len": model.max_model_len} if _depends_on_length(_fields(model.hf_config)) else {}),
         **_facts_set(vllm_config),
     }
 
@@ -101,12 +107,13 @@ def _facts_set(vllm_config: Any) -> dict[str, Fact]:
     }
 
 
-def _length_fact(model: Any) -> dict[str, Fact]:
-    """The longest context, for models that compute other KV where it is long: LongRoPE takes its long factors for every
-    prompt then (Phi-3), and Llama 4 tunes its attention's temperature. Others may have any length in one namespace."""
-    text = msgspec.json.encode(_plain(_fields(model.hf_config))).decode()
-    depends = '"longrope"' in text or '"su"' in text or '"llama4' in text
-    return {"max_model_len": getattr(model, "max_model_len", None)} if depends else {}
+def _depends_on_length(config: Any) -> bool:
+    """Whether a model's KV for given tokens changes with the longest context that it is started for."""
+    if isinstance(config, Mapping):
+        rope = config.get("rope_type", config.get("type"))
+        by_model = str(config.get("model_type", "")).startswith(_MODELS_BY_LENGTH)
+        return by_model or rope in _ROPE_BY_LENGTH or any(map(_depends_on_length, config.values()))
+    return isinstance(config, list | tuple) and any(map(_depends_on_length, config))
 
 
 def _layer_range(model: Any, parallel: Any) -> list[Any] | None:
@@ -138,7 +145,8 @@ def digest_config(hf_config: Any) -> str:
 
 
 def _fields(hf_config: Any) -> dict[str, Any]:
-    return hf_config.to_dict() if hasattr(hf_config, "to_dict") else dict(vars(hf_config))
+    fields: dict[str, Any] = hf_config.to_dict() if hasattr(hf_config, "to_dict") else dict(vars(hf_config))
+    return fields
 
 
 def _plain(value: Any) -> Any:

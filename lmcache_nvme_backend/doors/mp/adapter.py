@@ -82,7 +82,7 @@ class NvmeL2Adapter(L2AdapterInterface):
         self._load_pool = ThreadPoolExecutor(tier.io_threads, "kvtier-load")
         self._store_pool = ThreadPoolExecutor(max(1, tier.io_threads // 2), "kvtier-store")
         self._pins_lock = threading.Lock()
-        self._pinned: dict[Any, list[Chunk]] = {}
+        self._locks: dict[Any, list[Chunk | None]] = {}  # None: of a chunk that lay behind alone, not pinned here
         self._closed = self.degraded != ""
         self.behind: ReadThrough | None = None
         if self.settings.behind and not self._closed:
@@ -135,6 +135,7 @@ class NvmeL2Adapter(L2AdapterInterface):
             found = self._lookups.run(keys, group_layout_descs)
             self._pin(keys, found)
             there = self.behind.look(keys, found) if self.behind is not None else []
+            self._lock_behind([key for key, is_there in zip(keys, there, strict=False) if is_there])
             self._lookup_board.finish(task, _bitmap([any(bits) for bits in zip_longest(found.here, there)]))
 
         self._submit(self._lookup_pool, run, lambda: self._lookup_board.finish(task, Bitmap(len(keys))))
@@ -149,17 +150,27 @@ class NvmeL2Adapter(L2AdapterInterface):
         with self._pins_lock:
             for key, chunk, here in zip(keys, found.chunks, found.here, strict=True):
                 if chunk is not None and here:
-                    self._pinned.setdefault(key, []).append(chunk)
+                    self._locks.setdefault(key, []).append(chunk)
                     arrived.append((key, chunk, found.nbytes[key.object_group_id]))
         self._tell_stored(arrived)
 
+    def _lock_behind(self, keys: Sequence[Any]) -> None:
+        """LMCache unlocks these, too, and by then another request may have pinned them here."""
+        with self._pins_lock:
+            for key in keys:
+                self._locks.setdefault(key, []).append(None)
+
     def submit_unlock(self, keys: list[Any]) -> None:
         for key in keys:
+            chunk = None
             with self._pins_lock:
-                chunks = self._pinned.get(key)
-                chunk = chunks.pop() if chunks else None
-                if not chunks:
-                    self._pinned.pop(key, None)
+                locks = self._locks.get(key, [])
+                if None in locks:
+                    locks.remove(None)
+                elif locks:
+                    chunk = locks.pop()
+                if not locks:
+                    self._locks.pop(key, None)
             if chunk is not None:
                 chunk.space.pins.given_back(chunk.name)
 
@@ -200,13 +211,15 @@ class NvmeL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[Any]) -> None:
         """Remove these objects, but for those that a request has locked: they go another time."""
-        with self._pins_lock:
-            free = [key for key in keys if key not in self._pinned]
         removed = []
-        for key in free:
+        for key in keys:
             chunk = self.residents.chunk(key)
-            if chunk is not None and chunk.space.store.remove(chunk.name):
-                removed.append(key)
+            if chunk is None or chunk.space.pins.holds(chunk.name) or not chunk.space.store.remove(chunk.name):
+                continue
+            removed.append(key)
+            with self._pins_lock:
+                if not chunk.space.pins.holds(chunk.name):
+                    self._locks.pop(key, None)  # of a request whose end nobody has told
         self._tell_deleted(self.residents.drop(removed))
 
     def get_usage(self) -> AdapterUsage:
@@ -221,6 +234,8 @@ class NvmeL2Adapter(L2AdapterInterface):
     def _tell_stored(self, arrived: Sequence[tuple[Any, Chunk, int]]) -> None:
         if new := self.residents.add(arrived):
             self._safely(lambda: self._notify_keys_stored([key for key, _ in new], [size for _, size in new]))
+        if self.residents.look_is_due:
+            self._tell_deleted(self.residents.gone(self.spaces.all()))
 
     def _tell_deleted(self, gone: Sequence[tuple[Any, int]]) -> None:
         if gone:

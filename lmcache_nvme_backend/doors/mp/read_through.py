@@ -7,6 +7,7 @@ host's own store behind the request. Where the other store is slow or gone, a lo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -20,7 +21,7 @@ from lmcache_nvme_backend.doors.mp.buffers import Buffer, Buffers
 from lmcache_nvme_backend.doors.mp.lookups import Found
 from lmcache_nvme_backend.doors.mp.objects import Lease, bytes_of
 from lmcache_nvme_backend.doors.mp.remote import Remote
-from lmcache_nvme_backend.doors.mp.sealed import SEAL_BYTES, is_whole, seal
+from lmcache_nvme_backend.doors.mp.sealed import SEAL_BYTES, is_whole, seal_of
 from lmcache_nvme_backend.doors.mp.spaces import Chunk
 from lmcache_nvme_backend.store import PutResult
 
@@ -29,7 +30,8 @@ logger = init_logger("lmcache_nvme_backend")
 # Loads in flight to the store behind: enough to fill a network of 25 Gbit/s with chunks of some MiB.
 FETCH_THREADS: Final = 8
 KEEP_THREADS: Final = 2
-# A chunk that is to be shared waits this long for a buffer; the others of its batch wait with it, no request does.
+# A batch that is to be shared waits this long for buffers in all. No request waits with it, but LMCache's memory does,
+# and so do the batches behind it, which this host's own store is to have: a slow network must not hold them up.
 OFFER_WAIT_S: Final = 1.0
 # Beside the lookup's bound a load may take the time that its bytes need at this rate: a network of 1 Gbit/s.
 SLOWEST_BYTES_PER_S: Final = 100e6
@@ -94,24 +96,28 @@ class ReadThrough:
             self.remote.suspect(f"a load was not finished within {wait_s:g} s")
             self.failed.add("time-out")
             return False
-        whole = loaded and is_whole(buffer.view, chunk.name, chunk.space.store.namespace.raw_digest)
-        if whole and not lease.over:
-            into[:] = buffer.view[:-SEAL_BYTES]
+        if not loaded or lease.over:
+            self.buffers.give(buffer)
+            self.failed.add("too late" if loaded else "absent")
+            return False
+        found = bytes(buffer.view[-SEAL_BYTES:])
+        into[:] = buffer.view[:-SEAL_BYTES]
+        # What is served is what is verified: a client that was given up may still write to its buffers.
+        if found == seal_of(into, chunk.name, chunk.space.store.namespace.raw_digest):
             self.counts.add("loaded")
             self.counts.add("bytes_read", len(into))
             self._keep(key, chunk, buffer)
             return True
         self.buffers.give(buffer)
-        self.failed.add("too late" if whole else "corrupt" if loaded else "absent")
-        if loaded and not whole:
-            self.counts.add("corrupt")
-            logger.warning("lmcache_nvme_backend: a chunk of the store behind (%s) is damaged", self.remote.name)
+        self.failed.add("corrupt")
+        self.counts.add("corrupt")
+        logger.warning("lmcache_nvme_backend: a chunk of the store behind (%s) is damaged", self.remote.name)
         return False
 
     def _keep(self, key: Any, chunk: Chunk, buffer: Buffer) -> None:
         def run() -> None:
             try:
-                self._store_here(key, chunk, buffer.view[:-SEAL_BYTES])
+                self._store_here(key, chunk, buffer.view)
             except Exception:
                 logger.exception("lmcache_nvme_backend: a chunk from behind could not be kept")
             finally:
@@ -122,13 +128,16 @@ class ReadThrough:
         except RuntimeError:  # closing
             self.buffers.give(buffer)
 
-    def _store_here(self, key: Any, chunk: Chunk, payload: memoryview) -> None:
-        space = chunk.space
+    def _store_here(self, key: Any, chunk: Chunk, sealed: memoryview) -> None:
+        space, payload = chunk.space, sealed[:-SEAL_BYTES]
         depth, parent = space.book.place(chunk.name)
         result = space.store.refusal(chunk.name, len(payload))
         if result is None:
             result = space.store.put(chunk.name, payload, depth=depth, parent=parent)
         if result is PutResult.STORED:
+            if not is_whole(sealed, chunk.name, space.store.namespace.raw_digest):
+                space.store.remove(chunk.name)  # as above: nobody knows what has been written
+                return
             self.counts.add("kept")
             self._on_kept(key, chunk, len(payload))
         elif not result.kept:
@@ -138,27 +147,28 @@ class ReadThrough:
 
     def offer(self, new: Sequence[tuple[Any, Chunk, Any]], lease: Lease) -> None:
         """Send copies of these objects there; what cannot be sent is counted and forgotten."""
+        deadline = time.monotonic() + OFFER_WAIT_S
         for key, chunk, obj in new:
             try:
-                why = self._send(key, chunk, bytes_of(obj), lease)
+                why = self._send(key, chunk, bytes_of(obj), lease, deadline)
             except Exception:
                 logger.exception("lmcache_nvme_backend: a chunk could not be sent to the store behind")
                 why = "error"
             if why:
                 self.dropped.add(why)
 
-    def _send(self, key: Any, chunk: Chunk, payload: memoryview, lease: Lease) -> str:
+    def _send(self, key: Any, chunk: Chunk, payload: memoryview, lease: Lease, deadline: float) -> str:
         """Why it was not sent, or nothing."""
         if not self.remote.up:
             return "down"
-        buffer = self.buffers.take(len(payload) + SEAL_BYTES, OFFER_WAIT_S)
+        buffer = self.buffers.take(len(payload) + SEAL_BYTES, max(0.0, deadline - time.monotonic()))
         if buffer is None:
             return "staging full"
         buffer.view[:-SEAL_BYTES] = payload
+        buffer.view[-SEAL_BYTES:] = seal_of(payload, chunk.name, chunk.space.store.namespace.raw_digest)
         if lease.over:
             self.buffers.give(buffer)
             return "too late"
-        seal(buffer.view, chunk.name, chunk.space.store.namespace.raw_digest)
         future = self.remote.store(_name(key, chunk), buffer.obj)
         if future is None:
             self.buffers.give(buffer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import select
 import socket
 import threading
@@ -40,6 +41,8 @@ _PROBE_BYTES: Final = 64
 # A close that hangs must not hang the server's end.
 _CLOSE_WAIT_S: Final = 10.0
 _TICK_MS: Final = 200
+# What adapters take that no log should show.
+_SECRET: Final = re.compile(r"password|secret|token$|_key$", re.IGNORECASE)
 
 
 def parse_remote(spec: dict[str, Any]) -> Any:
@@ -48,7 +51,7 @@ def parse_remote(spec: dict[str, Any]) -> Any:
         (config,) = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[json.dumps(spec)])).adapters
     except Exception as e:  # whatever the adapter's own parser raises
         raise ConfigError(
-            "behind", json.dumps({k: v for k, v in spec.items() if k != "password"}),
+            "behind", json.dumps({name: value for name, value in spec.items() if not _SECRET.search(name)}),
             "what --l2-adapter of the installed LMCache takes", str(e).replace("--l2-adapter #1", "behind"),
         ) from e  # fmt: skip
     return config
@@ -61,7 +64,9 @@ class Remote:
         self._config, self.name = config, name
         self._lock = threading.Lock()
         self._adapter: Any = None
-        self._pending: dict[tuple[Kind, int], tuple[Future[Any], int]] = {}  # with the number of its keys
+        # With the number of its keys, and the object whose memory the adapter has.
+        self._pending: dict[tuple[Kind, int], tuple[Future[Any], int, Any]] = {}
+        self._abandoned: dict[int, Any] = {}  # objects whose memory must never go: some adapter may still use it
         self._wake: Any = create_event_notifier()
         self._up = threading.Event()
         self._suspect = False
@@ -81,7 +86,9 @@ class Remote:
 
     def store(self, key: Any, obj: Any) -> Future[bool] | None:
         """The future's result: whether it is there now. None where the store behind is not asked."""
-        return self._submit("store", lambda adapter: adapter.submit_store_task([key], [obj])) if self.up else None
+        if not self.up:
+            return None
+        return self._submit("store", lambda adapter: adapter.submit_store_task([key], [obj]), obj=obj)
 
     def lookup(self, keys: Sequence[Any]) -> Future[list[bool]] | None:
         """The future's result: which of the keys are there. Nothing is left locked."""
@@ -94,7 +101,9 @@ class Remote:
 
     def load(self, key: Any, obj: Any) -> Future[bool] | None:
         """The future's result: whether `obj` has been filled. Until then its memory belongs to the adapter."""
-        return self._submit("load", lambda adapter: adapter.submit_load_task([key], [obj])) if self.up else None
+        if not self.up:
+            return None
+        return self._submit("load", lambda adapter: adapter.submit_load_task([key], [obj]), obj=obj)
 
     def suspect(self, why: str) -> None:
         """Something did not come in time or failed: ask nothing more before the next probe is answered."""
@@ -102,7 +111,9 @@ class Remote:
             self._suspect, self._why = True, why
             self._wake.notify()
 
-    def _submit(self, kind: Kind, submit: Callable[[Any], int], keys: list[Any] | None = None) -> Future[Any] | None:
+    def _submit(
+        self, kind: Kind, submit: Callable[[Any], int], keys: list[Any] | None = None, obj: Any = None
+    ) -> Future[Any] | None:
         future: Future[Any] = Future()
         with self._lock:  # so that a result is not looked for before its task is known
             if self._adapter is None:
@@ -113,7 +124,7 @@ class Remote:
                 self._why = f"{type(e).__name__}: {e}"
                 self._suspect = True
                 return None
-            self._pending[kind, task] = future, len(keys or (0,))
+            self._pending[kind, task] = future, len(keys or (0,)), obj
         if keys is not None:
             adapter = self._adapter
             future.add_done_callback(lambda done: _unlock(adapter, keys, done.result()))
@@ -143,6 +154,7 @@ class Remote:
         except Exception as e:
             self.say_down(f"{type(e).__name__}: {e}")
             return
+        adapter._event_bus = _NobodyListens()
         with self._lock:
             self._adapter = adapter
 
@@ -161,10 +173,10 @@ class Remote:
         done: list[tuple[Future[Any], Any]] = []
         with self._lock:
             for task, stored in adapter.pop_completed_store_tasks().items():
-                future, _ = self._pending.pop(("store", task), (None, 0))
+                future, _, _ = self._pending.pop(("store", task), (None, 0, None))
                 if future is not None:
                     done.append((future, bool(stored.is_successful())))
-            for (kind, task), (future, count) in list(self._pending.items()):
+            for (kind, task), (future, count, _) in list(self._pending.items()):
                 found = None
                 if kind == "lookup":
                     found = adapter.query_lookup_and_lock_result(task)
@@ -199,10 +211,13 @@ class Remote:
             self._drop_adapter()
 
     def _drop_adapter(self) -> None:
-        """What was pending is lost, but for its buffers: those are free once the old client has ended."""
+        """What was pending is lost, but for its buffers: those are free once the old client has ended, as far as can be
+        known. Some adapters leave threads behind that hang in the kernel, with an address in their hands: so the memory
+        stays where it is, and what comes out of it is verified elsewhere."""
         with self._lock:
             adapter, self._adapter = self._adapter, None
             pending, self._pending = self._pending, {}
+        self._abandoned.update((id(obj), obj) for _, _, obj in pending.values() if obj is not None)
         if adapter is None:
             return
 
@@ -211,7 +226,7 @@ class Remote:
                 adapter.close()
             except Exception:
                 logger.exception("lmcache_nvme_backend: closing the store behind (%s)", self.name)
-            for (kind, _), (future, _) in pending.items():
+            for (kind, _), (future, _, _) in pending.items():
                 future.set_result([] if kind == "lookup" else False)
 
         self._closing = threading.Thread(target=end, name="kvtier-behind-close", daemon=True)
@@ -229,6 +244,14 @@ class Remote:
         self._thread.join(_CLOSE_WAIT_S + PROBE_DOWN_S)
 
 
+class _NobodyListens:
+    """In the place of LMCache's event bus, which would take what happens behind for its own objects: a coordinator
+    would count them a second time, and refuses whole batches of events for a name that an adapter in here lacks."""
+
+    def publish(self, event: Any) -> None:
+        pass
+
+
 class _Probe:
     """Stores and looks up one small object, without ever waiting for it."""
 
@@ -237,7 +260,8 @@ class _Probe:
         host = blake2b(socket.gethostname().encode(), digest_size=16).digest()
         self._key = ObjectKey(host, "kvtier-probe", 0)
         self._buffer = Buffer(_PROBE_BYTES)
-        self._due = 0.0
+        self._ended = float("-inf")  # when the last one had its answer, or none in time
+        self._worked = False
         self._deadline = 0.0
         self._future: Future[Any] | None = None
         self._storing = False
@@ -246,7 +270,8 @@ class _Probe:
     def step(self) -> None:
         now = time.monotonic()
         if self._future is None:
-            if now >= self._due or (self._remote.suspected and now >= self._due - PROBE_UP_S + PROBE_DOWN_S):
+            well = self._worked and not self._remote.suspected
+            if now >= self._ended + (PROBE_UP_S if well else PROBE_DOWN_S):
                 self._begin(now)
             return
         if self._future.done():
@@ -271,7 +296,7 @@ class _Probe:
 
     def _end(self, worked: bool, why: str) -> None:
         self._future = None
-        self._due = time.monotonic() + (PROBE_UP_S if worked else PROBE_DOWN_S)
+        self._ended, self._worked = time.monotonic(), worked
         if worked:
             self._failures = 0
             self._remote.say_up()
@@ -280,7 +305,6 @@ class _Probe:
         self._remote.say_down(why)
         if self._failures >= PROBES_A_CLIENT:
             self._failures = 0
-            self._buffer = Buffer(_PROBE_BYTES)  # the old client may still write to the other one
             self._remote.renew()
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from lmcache_nvme_backend.doors.mp.spaces import Chunk, Space
+
+# A look is due when as many are known again as the last one left, and this many: else nobody who asks for no usage
+# would ever have the evicted ones forgotten, some 500 bytes each.
+LOOK_AFTER: Final = 10_000
 
 
 class Residents:
@@ -20,7 +24,12 @@ class Residents:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[Any, tuple[Chunk, int]] = {}  # by ObjectKey: chunk and bytes
-        self._seen = -1
+        self._seen: list[tuple[int, int]] = []
+        self._look_at = LOOK_AFTER
+
+    @property
+    def look_is_due(self) -> bool:
+        return len(self._known) >= self._look_at
 
     def add(self, arrivals: Iterable[tuple[Any, Chunk, int]]) -> list[tuple[Any, int]]:
         """Key and bytes of those that were not known."""
@@ -48,15 +57,15 @@ class Residents:
         return gone
 
     def gone(self, spaces: Iterable[Space]) -> list[tuple[Any, int]]:
-        """Forget what the stores have removed since the last look; key and bytes of each. A look that finds nothing
-        removed costs nothing."""
-        removed = sum(_removals(space) for space in spaces)
+        """Forget what the stores have removed since the last look, and what lies in a space that is closed; key and
+        bytes of each. A look that finds nothing removed costs nothing."""
+        seen = [(id(space), _removals(space)) for space in spaces]
         with self._lock:
-            if removed == self._seen:
-                return []
-            self._seen = removed
-            known = list(self._known.items())
-        return self.drop([key for key, (chunk, _) in known if not _is_here(chunk)])
+            known = list(self._known.items()) if seen != self._seen else []
+            self._seen = seen
+        gone = self.drop([key for key, (chunk, _) in known if not _is_here(chunk)])
+        self._look_at = 2 * len(self._known) + LOOK_AFTER
+        return gone
 
 
 def _removals(space: Space) -> int:
@@ -65,11 +74,6 @@ def _removals(space: Space) -> int:
 
 
 def _is_here(chunk: Chunk) -> bool:
-    """Without making it more recent."""
-    store = chunk.space.store
-    if store.stands_aside:
-        return True  # nobody can know
-    if not store.pin(chunk.name):
-        return False
-    store.unpin(chunk.name)
-    return True
+    """Without making it more recent. What a store that stands aside has, nobody can know."""
+    space = chunk.space
+    return not space.closed and (space.store.stands_aside or space.store.known(chunk.name))

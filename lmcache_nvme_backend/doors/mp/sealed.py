@@ -35,18 +35,17 @@ SEAL_BYTES: Final = _FIELDS.size + _CHECKSUM_BYTES
 
 def seal(sealed: memoryview, key: ChunkKey, namespace: bytes) -> None:
     """Write the seal to the end of `sealed`, whose other bytes are the payload."""
-    payload, fields = sealed[:-SEAL_BYTES], _FIELDS.pack(_MAGIC, len(sealed) - SEAL_BYTES, key, namespace)
-    sealed[-SEAL_BYTES:] = fields + _checksum(payload, fields)
+    sealed[-SEAL_BYTES:] = seal_of(sealed[:-SEAL_BYTES], key, namespace)
 
 
 def is_whole(sealed: memoryview, key: ChunkKey, namespace: bytes) -> bool:
     """Whether this is what was sealed under that name, every byte of it."""
-    payload, found = sealed[:-SEAL_BYTES], bytes(sealed[-SEAL_BYTES:])
+    return bytes(sealed[-SEAL_BYTES:]) == seal_of(sealed[:-SEAL_BYTES], key, namespace)
+
+
+def seal_of(payload: memoryview, key: ChunkKey, namespace: bytes) -> bytes:
+    """The seal of a payload that lies elsewhere."""
     fields = _FIELDS.pack(_MAGIC, len(payload), key, namespace)
-    return found[: len(fields)] == fields and found[len(fields) :] == _checksum(payload, fields)
-
-
-def _checksum(payload: memoryview, fields: bytes) -> bytes:
     digest = xxhash.xxh3_128(payload)
     digest.update(fields)
-    return digest.digest()
+    return fields + digest.digest()

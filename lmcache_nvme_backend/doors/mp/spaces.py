@@ -45,6 +45,11 @@ class Space:
         self.failed = Counts()  # loads, by cause
         self.dropped = Counts()  # stores, by cause
         self.used_at = time.monotonic()
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        self.store.close()
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -129,7 +134,7 @@ class Spaces:
         for identity, space in list(self._open.items()):
             if now - space.used_at > IDLE_S:
                 del self._open[identity]
-                space.store.close()
+                space.close()
 
     def all(self) -> list[Space]:
         with self._lock:
@@ -145,4 +150,4 @@ class Spaces:
             self._closed = True
             spaces, self._open = list(self._open.values()), {}
         for space in spaces:
-            space.store.close()
+            space.close()

@@ -201,6 +201,28 @@ def test_lmcaches_quota_of_a_salt_is_enforced_also_after_a_restart(node):
     assert second.fetch(keys(3, salt="kept")) == 3
 
 
+def test_a_model_that_is_closed_is_counted_no_more(node, monkeypatch):
+    """Nothing of it can be deleted, so LMCache's quota must not wait for it; asked for again, it counts again."""
+    monkeypatch.setattr("lmcache_nvme_backend.doors.mp.spaces.IDLE_S", 0.0)
+    server, other = node(), MODEL.replace("ab", "cd")
+    server.store(keys(3, salt="first"))
+    server.store(keys(2, salt="second", model=other))
+    assert server.adapter.get_usage().bytes_by_cache_salt == {"second": 2 * OBJECT_BYTES}
+    assert len(server.adapter.residents._known) == 2
+    server.forget()
+    assert server.fetch(keys(3, salt="first")) == 3
+    assert server.adapter.get_usage().bytes_by_cache_salt == {"first": 3 * OBJECT_BYTES}
+
+
+def test_evicted_objects_are_forgotten_also_where_nobody_asks_for_usage(node, monkeypatch):
+    """A server that runs for months knows no more objects than the quota holds, twice."""
+    monkeypatch.setattr("lmcache_nvme_backend.doors.mp.residents.LOOK_AFTER", 8)
+    server = node(quota_gib=2 / 1024, staging_mib=1)
+    for seed in range(12):
+        server.store(keys(8, seed=seed))
+    assert len(server.adapter.residents._known) <= 2 * 20 + 8
+
+
 def test_what_a_lookup_has_locked_stays(node):
     """Neither LMCache's deletion nor the store's own eviction takes what a request was promised."""
     server = node(quota_gib=2 / 1024, staging_mib=1)
@@ -219,6 +241,24 @@ def test_what_a_lookup_has_locked_stays(node):
     server.adapter.delete(what)
     server.forget()
     assert server.fetch(what) == 0
+
+
+def test_a_lock_that_is_never_given_back_ends(node, monkeypatch):
+    """LMCache forgets the locks of a request that it aborts in its lookup: what they held can be deleted again."""
+    monkeypatch.setattr("lmcache_nvme_backend.doors.mp.spaces.PIN_LIFETIME_S", 0.2)
+    server = node()
+    what = keys(2)
+    server.fetch(what)
+    server.store(what)
+    task = server.adapter.submit_lookup_and_lock_task(what, {0: layout()})
+    wait_for(lambda: server.adapter.query_lookup_and_lock_result(task) is not None)
+
+    def deleted() -> bool:
+        server.adapter.delete(what)
+        return not server.chunks()
+
+    wait_for(deleted, 3)
+    assert server.adapter._locks == {}
 
 
 def test_two_servers_share_one_root(node):

@@ -9,11 +9,17 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.mp_observability.event import EventType
+from lmcache.v1.platform import create_event_notifier
 from prometheus_client import REGISTRY
 
 from kvtier.engine import free_port
+from lmcache_nvme_backend.doors.mp.remote import Remote, parse_remote
 from lmcache_nvme_backend.errors import ConfigError
 
 from .conftest import MODEL, keys, layout, wait_for
@@ -201,6 +207,80 @@ def test_a_store_behind_that_hangs_costs_one_bounded_wait(hosts, redis):
     assert second.fetch(what) == 4
 
 
+def test_a_store_behind_that_takes_nothing_in_holds_up_no_store_here(hosts, redis):
+    """A batch waits once for the memory of copies, not once a chunk: LMCache's memory waits with it."""
+    host = hosts("a", staging_mib=1)  # 10 objects
+    redis.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    host.store(keys(16))
+    assert time.monotonic() - began < 4
+    assert host.adapter.behind.dropped.snapshot()["staging full"] == 6
+    host.forget()
+    assert host.fetch(keys(16)) == 16
+    redis.process.send_signal(signal.SIGCONT)
+
+
+class Refuses:
+    """A store behind that answers every store at once, and keeps nothing."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Refuses.made += 1
+        self.asked = 0
+        self._events = [create_event_notifier() for _ in range(3)]
+        self._tasks: list[int] = []
+        self.get_store_event_fd, self.get_lookup_and_lock_event_fd, self.get_load_event_fd = (
+            event.fileno for event in self._events
+        )
+
+    def submit_store_task(self, keys, objects) -> int:
+        self.asked += 1
+        self._tasks.append(self.asked)
+        self._events[0].notify()
+        return self.asked
+
+    def pop_completed_store_tasks(self):
+        tasks, self._tasks = self._tasks, []
+        return {task: L2StoreResult(False, 0) for task in tasks}
+
+    def close(self) -> None:
+        for event in self._events:
+            event.close()
+
+
+def test_a_store_behind_that_fails_at_once_is_probed_no_faster_than_one_that_hangs(monkeypatch):
+    """Also while it is suspected; else each failure would be followed by the next probe, and by new clients."""
+    monkeypatch.setattr("lmcache_nvme_backend.doors.mp.remote.create_l2_adapter", lambda config: Refuses())
+    remote = Remote(None, "refuses")
+    wait_for(lambda: Refuses.made)
+    remote.suspect("a store failed")
+    time.sleep(3)
+    assert Refuses.made <= 2
+    remote.close()
+
+
+def test_a_copy_that_changes_while_it_is_written_here_is_not_kept(node, tmp_path, monkeypatch):
+    """A client that was given up may still have its address; what was served had been verified where it was served."""
+    behind = {"type": "fs", "base_path": str(tmp_path / "shared")}
+    first, second = (node(tmp_path / name, behind=behind) for name in "ab")
+    assert all(host.adapter.behind.remote.wait_up(30) for host in (first, second))
+    first.store(keys(1))
+    shared(first, 1)
+    assert second.fetch(keys(1, seed=1)) == 0
+    (space,) = second.adapter.spaces.all()
+    put = space.store.put
+
+    def disturbed(name, payload, **place):
+        payload[100] ^= 1
+        return put(name, payload, **place)
+
+    monkeypatch.setattr(space.store, "put", disturbed)
+    assert second.fetch(keys(1)) == 1
+    wait_for(lambda: second.adapter.behind.buffers.in_use == 0)
+    assert second.chunks() == [] and counted(second, "kept") == 0
+
+
 def test_a_chunk_larger_than_the_copies_may_be_stays_here(hosts):
     """staging_mib is the bound on host memory: what does not fit is not shared, is counted, and is stored here."""
     host = hosts("a", staging_mib=1)
@@ -222,6 +302,49 @@ def test_a_shared_file_system_behind(node, tmp_path):
     assert second.fetch(keys(3)) == 3
 
 
+def test_lmcache_is_told_of_what_lies_here_and_not_of_what_lies_behind(node, tmp_path, monkeypatch):
+    """Its coordinator counts an object once, under the name that requests know."""
+    told: list[Any] = []
+    monkeypatch.setattr(
+        "lmcache.v1.distributed.l2_adapters.base.get_event_bus", lambda: SimpleNamespace(publish=told.append)
+    )
+    host = node(tmp_path / "a", behind={"type": "fs", "base_path": str(tmp_path / "shared")})
+    assert host.adapter.behind.remote.wait_up(30)
+    host.store(keys(3))
+    shared(host, 3)
+    stored = [event.metadata for event in told if event.event_type is EventType.L2_KEYS_STORED]
+    assert [key for event in stored for key in event["keys"]] == keys(3)
+    assert {event["backend"] for event in stored} == {"plugin"}
+
+
+def test_a_request_that_found_a_chunk_behind_unlocks_no_other_requests_chunk(node, tmp_path):
+    """The first request has nothing locked here; the second one found here what the first had brought."""
+    behind = {"type": "fs", "base_path": str(tmp_path / "shared")}
+    first, second = (node(tmp_path / name, behind=behind) for name in "ab")
+    assert all(host.adapter.behind.remote.wait_up(30) for host in (first, second))
+    what = keys(2)
+    first.store(what)
+    shared(first, 2)
+    adapter = second.adapter
+
+    def lock() -> None:
+        task = adapter.submit_lookup_and_lock_task(what, {0: layout()})
+        found = []
+        wait_for(lambda: found.append(adapter.query_lookup_and_lock_result(task)) or found[-1] is not None)
+        assert found[-1].popcount() == 2
+
+    lock()
+    assert second.fetch(what) == 2
+    kept(second, 2)
+    lock()
+    adapter.submit_unlock(what)
+    adapter.delete(what)
+    assert len(second.chunks()) == 2
+    adapter.submit_unlock(what)
+    adapter.delete(what)
+    assert second.chunks() == []
+
+
 @pytest.mark.parametrize(
     ("behind", "named"),
     [
@@ -236,3 +359,11 @@ def test_a_wrong_store_behind_ends_the_start(node, behind, named):
     """What could never work is refused at once, by the setting's name."""
     with pytest.raises(ConfigError, match=named):
         node(behind=behind)
+
+
+@pytest.mark.parametrize("name", ["password", "token", "aws_secret_access_key", "access_key"])
+def test_an_error_of_the_store_behind_shows_no_secret(name):
+    """It goes to the log of whoever starts the server."""
+    with pytest.raises(ConfigError) as caught:
+        parse_remote({"type": "no-such-store", name: "hidden"})
+    assert "no-such-store" in str(caught.value) and "hidden" not in str(caught.value)

@@ -236,6 +236,49 @@ def test_load_is_given_back_on_every_path() -> None:
     run(work)
 
 
+def test_stream_that_took_anothers_place_is_closed_when_the_client_goes() -> None:
+    """LiteLLM knows the first stream alone: without this the replica would go on to generate."""
+
+    class Stream:
+        def __init__(self, *chunks: object) -> None:
+            self.left, self.closed = list(chunks), False
+
+        def __aiter__(self) -> Stream:
+            return self
+
+        async def __anext__(self) -> object:
+            if isinstance(chunk := self.left.pop(0), Exception):
+                raise chunk
+            return chunk
+
+        async def aclose(self) -> None:
+            self.closed = True
+
+    second = Stream(0, 1, 2)
+
+    class Wrapper:
+        """As LiteLLM's for text completions: it cannot be closed itself."""
+
+        completion_stream = second
+
+        def __aiter__(self) -> Stream:
+            return second
+
+    async def again(**request: Any) -> Any:
+        return Wrapper()
+
+    async def work(proxy: Proxy) -> None:
+        proxy.hook._router = SimpleNamespace(num_retries=1, atext_completion=again)
+        request = {"litellm_call_id": "x", "prompt": "p", "fallbacks": [{"m": ["m"]}]}
+        relay = proxy.hook.async_post_call_streaming_iterator_hook(None, Stream(OSError("gone")), request)
+        assert await anext(relay) == 0
+        assert not second.closed
+        await relay.aclose()
+        assert second.closed
+
+    run(work)
+
+
 def test_bridged_call_is_one_lease() -> None:
     """/v1/messages runs the deployment hook twice with one call id: it counts once."""
 

@@ -36,6 +36,37 @@ def test_configured_fallbacks_win(configured: list[Any]) -> None:
     assert fallbacks_after({**STREAM, "fallbacks": configured}) == configured
 
 
-def test_fallbacks_of_other_groups_do_not_count() -> None:
-    """They say nothing about this one."""
-    assert fallbacks_after(dict(STREAM), SimpleNamespace(fallbacks=[{"large": ["coder"]}])) is not None
+@pytest.mark.parametrize(("group", "key"), [("openai/coder", "coder"), ("coder", "openai/coder")])
+def test_fallbacks_count_with_and_without_a_providers_name(group: str, key: str) -> None:
+    """As LiteLLM looks them up; a group whose name only ends alike is another one."""
+    router = SimpleNamespace(fallbacks=[{key: ["large"]}])
+    assert fallbacks_after({**STREAM, "model": group}, router) is None
+    assert fallbacks_after({**STREAM, "model": f"{group}x"}, router) is not None
+    assert fallbacks_after({**STREAM, "model": "my-coder"}, SimpleNamespace(fallbacks=[{"coder": ["large"]}]))
+
+
+def test_fallbacks_of_the_callers_key_or_team_win() -> None:
+    """LiteLLM takes them only where the request has none."""
+    override = {"router_settings_override": {"fallbacks": [{"coder": ["large"]}]}}
+    assert fallbacks_after({**STREAM, **override}, SimpleNamespace(fallbacks=None)) is None
+
+
+def test_fallbacks_of_other_groups_stay() -> None:
+    """They say nothing about this one, but a request's own fallbacks stand in for all of the configured ones."""
+    others = [{"large": ["coder"]}]
+    own = {"coder": [{"model": "coder", "num_retries": 1}]}
+    assert fallbacks_after(dict(STREAM), SimpleNamespace(fallbacks=others)) == [*others, own]
+    override = {"router_settings_override": {"fallbacks": others}}
+    assert fallbacks_after({**STREAM, **override}, SimpleNamespace(fallbacks=[{"coder": ["x"]}])) == [*others, own]
+
+
+def test_retries_that_the_request_names_hold_for_the_second_attempt_too() -> None:
+    """None is none."""
+    (found,) = fallbacks_after({**STREAM, "num_retries": 0}, SimpleNamespace(fallbacks=None, num_retries=3))
+    assert found == {"coder": [{"model": "coder", "num_retries": 0}]}
+
+
+def test_without_the_proxys_router_there_is_no_fallback() -> None:
+    """LiteLLM's plain functions would take it for something else, and a client's own router has its own."""
+    assert fallbacks_after(dict(STREAM)) is None
+    assert fallbacks_after({**STREAM, "user_config": {"model_list": []}}, SimpleNamespace(fallbacks=None)) is None
