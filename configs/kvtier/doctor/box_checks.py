@@ -31,7 +31,7 @@ def plugin_check(environment: Mapping[str, str]) -> Check:
         return failed(
             "plugin",
             "lmcache-nvme-backend is not installed in this environment: vLLM will not run its plugin",
-            "pip install lmcache-nvme-backend",
+            "pip install .   # in a checkout of lmcache-nvme-backend",
         )
     allowed = environment.get("VLLM_PLUGINS")
     if allowed is not None and "lmcache_nvme_backend" not in allowed.split(","):

@@ -230,7 +230,7 @@ def _offer_spec(draft: Draft) -> None:
             Alternative(
                 name="this project's offloading spec, without LMCache",
                 loses="the chunks that this plan's tier has stored: the two name them differently",
-                how="by hand: NvmeOffloadingConnector and NvmeOffloadingSpec in --kv-transfer-config (README)",
+                how="by hand: NvmeOffloadingConnector and NvmeOffloadingSpec in --kv-transfer-config (docs/doors.md)",
             )
         )
 

@@ -17,6 +17,8 @@ _REDIS_PORT = 6379
 # LMCache evicts from its memory above this share, so a hit has to fit below it.
 _WATERMARK = 0.8
 _ARGUMENT = "--kv-transfer-config"
+_POOL = "--kv-cache-memory-bytes"
+_CONTEXT_STEP = 256
 
 
 def render(plan: Plan, behind: str | None = None) -> str:
@@ -27,7 +29,8 @@ def render(plan: Plan, behind: str | None = None) -> str:
             or the JSON object of one of LMCache's L2 adapters.
 
     Raises:
-        ConfigError: a plan without this tier or for several hosts, or a store that cannot be meant.
+        ConfigError: a plan without this tier or for several hosts, a store that cannot be meant, or an L1 that leaves
+            the KV pool less than one context.
     """
     if plan.decision is not Decision.LMCACHE_NVME or plan.lmcache_config is None:
         raise ConfigError(
@@ -45,9 +48,11 @@ def render(plan: Plan, behind: str | None = None) -> str:
     if plan.memory == Memory.CPU.value:
         server += ["--supported-transfer-mode", "auto"]
     env = {name: value for name, value in plan.env.items() if name != "LMCACHE_CONFIG_FILE"}
-    engine = [*plan.command, *_with_connector(plan.vllm_args)]
+    engine = [*plan.command, *_with_connector(_pool_beside(plan, pool))]
+    shared = " The engine's KV pool is as much smaller: device and host share one memory." if _POOL in engine else ""
     return (
-        f"# LMCache's server. A hit is in its memory all at once, hence {pool} GiB for {plan.max_model_len} tokens.\n"
+        f"# LMCache's server. A hit is in its memory all at once, hence {pool} GiB for {plan.max_model_len} tokens."
+        f"{shared}\n"
         f"{_command({'LMCACHE_TRACK_USAGE': 'false', **secrets}, server)}\n"
         "# vLLM, once the server answers. kvtier.identity proves to the server whose KV it is.\n"
         f"{_command(env, engine)}\n"
@@ -56,8 +61,36 @@ def render(plan: Plan, behind: str | None = None) -> str:
 
 def l1_gib(plan: Plan) -> int:
     """Host memory of LMCache's L1: what a request loads is in it all at once."""
-    longest = plan.kv_bytes_per_token * plan.max_model_len
+    longest = _stored(plan) * plan.max_model_len
     return max(1, -(-int(longest / _WATERMARK) // GIB))
+
+
+def _stored(plan: Plan) -> int:
+    """Bytes of a token: the model's layers and the draft's."""
+    return plan.kv_bytes_per_token + plan.draft_kv_bytes_per_token
+
+
+def _pool_beside(plan: Plan, l1: int) -> list[str]:
+    """vLLM's arguments. Where device and host share one memory, the plan has fixed the KV pool without L1's GiB."""
+    args = [*plan.vllm_args]
+    pool = next((tier for tier in plan.tiers if tier.name == "pool"), None)
+    if _POOL not in args or pool is None:
+        return args
+    at = args.index(_POOL) + 1
+    planned = int(args[at])
+    left = planned - l1 * GIB
+    if left * pool.tokens < plan.max_model_len * planned:
+        # One context in the pool, and the same in L1, whose size is in whole GiB.
+        each = planned / pool.tokens + _stored(plan) / _WATERMARK
+        fits = max(int((planned - GIB) / each), 0) // _CONTEXT_STEP * _CONTEXT_STEP
+        raise ConfigError(
+            "--max-model-len",
+            f"{plan.max_model_len} with --door mp, whose L1 of {l1} GiB comes out of a KV pool of {planned // GIB} GiB",
+            f"at most {fits}",
+            "Shorten it, or leave --door out: the plan's own door takes no such memory.",
+        )
+    args[at] = str(left)
+    return args
 
 
 def adapter(plan: Plan, behind: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -90,10 +90,11 @@ def _add(families: dict[str, Any], name: str, labels: dict[str, str], value: Any
 
 
 def _root_values(adapter: NvmeL2Adapter, spaces: list[Space]) -> dict[str, Any]:
+    aside = any(space.store.stands_aside for space in spaces)
     values: dict[str, Any] = {
         "kvtier_quota_bytes": adapter.settings.tier.quota_bytes,
-        "kvtier_degraded": bool(adapter.degraded) or bool(adapter.spaces.refused()),
-        "kvtier_breaker_open": any(space.store.stands_aside for space in spaces),
+        "kvtier_degraded": bool(adapter.degraded) or bool(adapter.spaces.refused()) or aside,
+        "kvtier_breaker_open": aside,
         "kvtier_chunks_refused_total": {"unproven model": 0, **adapter.spaces.unproven.snapshot()},
     }
     if spaces:

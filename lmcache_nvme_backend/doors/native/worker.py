@@ -128,7 +128,7 @@ class NvmeOffloadingWorker(OffloadingWorker):
             "kvtier_chunks": usage.namespace_chunks,
             "kvtier_direct_io": int(self.store.direct_io),
             "kvtier_breaker_open": int(self.store.stands_aside),
-            "kvtier_degraded": 0,
+            "kvtier_degraded": int(self.store.stands_aside),
         }
 
 

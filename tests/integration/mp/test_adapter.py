@@ -346,6 +346,9 @@ def test_the_numbers_are_on_the_servers_own_metrics(node):
     assert REGISTRY.get_sample_value("kvtier_chunks_hit_total", labels) == 3
     assert REGISTRY.get_sample_value("kvtier_chunks_missed_total", labels) == 3
     assert REGISTRY.get_sample_value("kvtier_degraded", {"root": str(server.root)}) == 0
+    server.adapter.spaces.all()[0].store._breaker.open = True
+    for name in ("kvtier_breaker_open", "kvtier_degraded"):
+        assert REGISTRY.get_sample_value(name, {"root": str(server.root)}) == 1
     server.close()
     assert REGISTRY.get_sample_value("kvtier_chunks_stored_total", labels) is None
 

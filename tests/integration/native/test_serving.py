@@ -44,6 +44,16 @@ def test_sliding_windows_are_loaded_as_far_as_they_reach(tmp_path: Path) -> None
     assert damaged["again_loads"] == 1
 
 
+def test_a_tier_that_stands_aside_is_degraded(tmp_path: Path) -> None:
+    """As long as the disk fails, and no longer."""
+    room = Room(tmp_path)
+    for aside in (0, 1, 0):
+        room.side.store._breaker.open = bool(aside)
+        values = room.side.values()
+        assert (values["kvtier_breaker_open"], values["kvtier_degraded"]) == (aside, aside)
+    room.close()
+
+
 @pytest.mark.parametrize("separate", [False, True], ids=["one process", "two processes"])
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_a_damaged_chunk_of_any_group_costs_a_recompute_and_no_second_load(

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvtier import facts as facts_file
 from kvtier.cli import app
+from kvtier.plan.decide import plan as decide
 from kvtier.plan.result import Plan
+from kvtier.plan.wishes import Wishes
 from kvtier.render import lmcache_server
 from kvtier.units import GIB
 from lmcache_nvme_backend.doors.mp.params import parse_params
@@ -72,6 +75,28 @@ def test_lmcaches_memory_holds_the_longest_hit() -> None:
     longest = plan.kv_bytes_per_token * plan.max_model_len
     assert lmcache_server.l1_gib(plan) * GIB * 0.8 >= longest
     assert (lmcache_server.l1_gib(plan) - 1) * GIB * 0.8 < longest
+
+
+def test_on_shared_memory_the_kv_pool_makes_room_for_lmcaches() -> None:
+    """What L1 holds is taken from the pool, which still holds one context; where it would not, the error names the
+    length that fits, and that length fits."""
+    facts = facts_file.load(UNIT / "facts/dgx-spark.json")
+    model = str(UNIT / "models/qwen3-gqa")
+
+    def planned(length: int) -> Plan:
+        return decide(facts, model, Wishes(nvme="/mnt/kv-cache", nvme_gib=64, max_model_len=length))
+
+    plan = planned(32768)
+    _, engine = commands(lmcache_server.render(plan))
+    before, after = (int(value(words, "--kv-cache-memory-bytes")) for words in (plan.vllm_args, engine))
+    assert before - after == lmcache_server.l1_gib(plan) * GIB
+    assert plan.tiers[0].name == "pool" and after * plan.tiers[0].tokens >= before * plan.max_model_len
+    with pytest.raises(ConfigError, match="--max-model-len") as caught:
+        lmcache_server.render(planned(131072))
+    fits = int(caught.value.allowed.removeprefix("at most "))
+    lmcache_server.render(planned(fits))
+    with pytest.raises(ConfigError, match="--max-model-len"):
+        lmcache_server.render(planned(fits + 16384))
 
 
 def test_a_password_is_on_no_command_line() -> None:
