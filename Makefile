@@ -24,7 +24,7 @@ help:
 	@echo 'make test              all tests'
 	@echo 'make test-unit         seconds, no engine'
 	@echo 'make test-integration  the real LMCache on CPU tensors'
-	@echo 'make test-engine       the real vLLM on the CPU'
+	@echo 'make test-engine       the real vLLM on the CPU, through every door'
 	@echo 'make test-proxy        the real LiteLLM proxy'
 	@echo 'make test-patches      every affected release of vLLM (minutes, some 130 MB each)'
 	@echo 'make faults            the long fault campaign: a thousand kills, every failing call, races (some ten minutes)'

@@ -14,6 +14,9 @@ from kvtier.lmcache_server import LmcacheServer, LmcacheServerSpec, nvme_adapter
 
 from .conftest import CHUNK, text
 
+# Two servers and two engines; `make test` has the adapter in LMCache's own storage manager (tests/integration/mp).
+pytestmark = pytest.mark.long
+
 PROMPT, DAMAGED = text(700, seed=1), text(500, seed=2)
 # Small blocks, as the default of the CPU, and float32, so that batching never changes a greedy token.
 ARGS = ("--dtype", "float32")

@@ -1,7 +1,6 @@
 """`NvmeTier` behind vLLM's own tiering in real engines.
 
-A hybrid model whose engine is killed; and, as a long test, a dense one with a small host buffer and quota, and a second
-engine beside it.
+A hybrid model whose engine is killed; a dense one with a small host buffer and quota, and a second engine beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,9 @@ from kvtier.model import find_model
 from .conftest import Tiered
 from .test_acid_test import maps
 from .test_restart import DAMAGE
+
+# Four engines; `make test` has the tier behind vLLM's own scheduler (tests/integration/tier).
+pytestmark = pytest.mark.long
 
 LONG, FILLS = 1500, 5
 HOST_MIB = 16  # 32 chunks of the dense model's 128 tokens
@@ -130,7 +132,6 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
         yield told
 
 
-@pytest.mark.long
 def test_a_prompt_that_the_host_has_evicted_comes_from_nvme(dense: dict[str, Any]) -> None:
     """Cold, repeated, evicted from pool and host: the same token ids, and the last from this tier."""
     (cold, none), (repeat, _) = dense["answers"]
@@ -140,14 +141,12 @@ def test_a_prompt_that_the_host_has_evicted_comes_from_nvme(dense: dict[str, Any
     assert dense["numbers"].value("kvtier_chunks_loaded_total") > 5
 
 
-@pytest.mark.long
 def test_the_quota_holds_over_a_longer_run_than_it_fits(dense: dict[str, Any]) -> None:
     """Never more on disk than the quota, and chunks went for it."""
     assert dense["evictions"] > 10
     assert 0.5 * QUOTA_GIB * 2**30 < dense["peak"] <= QUOTA_GIB * 2**30
 
 
-@pytest.mark.long
 def test_a_second_engine_beside_the_first_serves_its_prompts(dense: dict[str, Any]) -> None:
     """A new engine on the root of one that lives: what that one stored before, and what it stores now."""
     answer, tokens = dense["twin"].answer(prompt(30))
