@@ -132,12 +132,13 @@ def backend_lookup(root: Path) -> dict[str, list[float]]:
         backend.store.put(digest, payload, depth=i, tokens=256)
     taken: dict[str, list[float]] = {"batched_contains": [], "batched_contains, new keys": []}
     for i in range(2 * LOOKUPS):
-        if i % 2:
+        operation = "batched_contains" if i < LOOKUPS else "batched_contains, new keys"
+        if i >= LOOKUPS:
             backend._names = ChunkNames(scoped=False)
         fresh = [CacheEngineKey("index", 1, 0, i, torch.bfloat16) for i in range(PREFIX)]
         begin = time.perf_counter()
         found = backend.batched_contains(fresh, pin=True)
-        taken["batched_contains, new keys" if i % 2 else "batched_contains"].append((time.perf_counter() - begin) * 1e6)
+        taken[operation].append((time.perf_counter() - begin) * 1e6)
         if found != PREFIX:
             raise RuntimeError(f"{found} of {PREFIX} chunks were found")
         for key in fresh:

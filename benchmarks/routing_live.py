@@ -7,7 +7,7 @@ Rows: the LiteLLM proxy with the hook, the LiteLLM proxy alone, and, where they 
 a bounded block-level prefix cache, prefill in proportion to what is not cached, one prompt at a time. Each row starts
 with empty caches; every request is the trace's own block structure as chat messages, streamed, at the trace's pace
 sped up; time to first token is the client's. The last line compares the proxy with and without the hook on requests of
-100 KB, alternating, against a server that takes no time: the latency that the hook adds.
+100 KB, alternating, in front of servers that take no time: the latency that the hook adds.
 """
 
 from __future__ import annotations
@@ -189,15 +189,18 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def added_latency(folder: Path, rounds: int) -> dict[str, float]:
+def added_latency(folder: Path, replicas: int, rounds: int) -> dict[str, float]:
     """Milliseconds of a 100 KB request through the proxy without and with the hook: medians at the client, the median
     of their differences, and processor time, which a busy machine does not stretch."""
     with ExitStack() as stack:
-        *server, port = model_server(folder, "instant")
-        stack.enter_context(child(*server))
+        ports = []
+        for number in range(replicas):
+            *server, port = model_server(folder, f"instant{number}")
+            stack.enter_context(child(*server))
+            ports.append(port)
         urls, pids = [], []
         for name, hook in (("plain", False), ("hooked", True)):
-            *start, at = proxy(folder, f"added-{name}", [port], hook)
+            *start, at = proxy(folder, f"added-{name}", ports, hook)
             pids.append(stack.enter_context(child(*start)))
             urls.append(f"http://127.0.0.1:{at}/v1/chat/completions")
         client = stack.enter_context(httpx.Client(timeout=60, headers={"Authorization": f"Bearer {KEY}"}))
@@ -230,6 +233,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=150, help="requests of the last line, each way")
     parser.add_argument("--span", type=float, default=45.0, help="seconds the requests are spread over")
     parser.add_argument("--sglang-python", default=sys.executable, help="an interpreter with sglang-router")
     parser.add_argument("--vllm-router", default=shutil.which("vllm-router") or "vllm-router")
@@ -267,7 +271,7 @@ def main() -> None:
                     rows.append(measure(label, f"http://127.0.0.1:{at}", ports, requests, options.span))
             except (RuntimeError, FileNotFoundError) as error:
                 print(f"{label}: not measured: {str(error).splitlines()[-1]}")
-        added = added_latency(folder, rounds=150)
+        added = added_latency(folder, options.replicas, options.rounds)
     print(f"{len(requests)} requests in {options.span:.0f} s, {options.replicas} replicas")
     print(f"{'router':<28} {'hit ratio':>9} {'ttft p50':>9} {'ttft p99':>9} {'imbalance':>9} {'failed':>6}")
     for row in rows:

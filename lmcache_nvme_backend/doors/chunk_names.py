@@ -41,12 +41,13 @@ class ChunkNames:
         world = worker = dtype = tags = fields = None
         known: dict[int, ChunkKey] = {}
         for key in keys:
+            # Identity first: it is the same objects nearly always, and working the scope out again is never wrong.
             if (
-                fields is None
-                or key.tags != tags
-                or key.dtype != dtype
-                or key.worker_id != worker
-                or key.world_size != world
+                key.dtype is not dtype
+                or key.worker_id is not worker
+                or key.world_size is not world
+                or (key.tags is not tags and key.tags != tags)
+                or fields is None
             ):
                 world, worker, dtype, tags = key.world_size, key.worker_id, key.dtype, key.tags
                 fields = self._scope(key)

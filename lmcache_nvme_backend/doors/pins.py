@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from lmcache_nvme_backend.store import ChunkKey
 
@@ -29,7 +30,7 @@ class PinLedger:
         now = time.monotonic()
         with self._lock:
             self._counts.update(keys)
-            self._since.update(dict.fromkeys(keys, now))
+            self._since.update(zip(keys, repeat(now)))
         if now - self._looked >= self._lifetime / _LOOKS:
             self._expire(now)
 

@@ -62,7 +62,7 @@ class Census:
 
     def _load(self, scan: recovery.NamespaceScan) -> int:
         """Fill the index; returns the bytes of all that lies in the namespace."""
-        self.doubles = self._index.load(scan, self._hint.states if self._hint is not None else NO_STATES)
+        self.doubles = self._index.load(scan, self._hint.states_by_key() if self._hint is not None else NO_STATES)
         self._loaded = True
         return self._index.nbytes + sum(blocks for _, _, blocks in self.doubles) * BLOCK + scan.other_bytes
 

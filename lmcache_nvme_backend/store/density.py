@@ -6,13 +6,13 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from heapq import merge
-from itertools import repeat, takewhile
+from itertools import groupby, islice, repeat, takewhile
 from operator import itemgetter
 from typing import Final
 
 from lmcache_nvme_backend.store.ghosts import Ghosts, seconds_between
 from lmcache_nvme_backend.store.keys import ChunkKey
-from lmcache_nvme_backend.store.policy import NO_STATES, Frozen, Install
+from lmcache_nvme_backend.store.policy import Frozen, Install
 from lmcache_nvme_backend.store.returns import CLASSES, MAX_USES, SAME_USE_S, Returns, bucket_of
 
 # The densities are worked out anew this often, some 3 ms each time.
@@ -47,16 +47,19 @@ class HitDensity:
         self._ghosts = Ghosts()
         self.ghosts: Ghosts | None = self._ghosts
 
-    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
-        self._queues = self._arranged(coldest_first, states, by_time=False)
+    def load(self, coldest_first: Sequence[ChunkKey], states: Sequence[int] = ()) -> None:
+        self._queues = self._arranged(coldest_first, states or repeat(0, len(coldest_first)), by_time=False)
 
-    def _arranged(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int], by_time: bool) -> _Queues:
-        """Queues of these. `by_time`: their order is later news than the states."""
+    def _arranged(self, coldest_first: Iterable[ChunkKey], states: Iterable[int], by_time: bool) -> _Queues:
+        """Queues of these. `by_time`: their order is later news than the states.
+
+        A million of them have some thousands of states in a row: the loop is over those.
+        """
         unit = int(self._clock()) // _STATE_UNIT_S
         queues: _Queues = tuple(OrderedDict() for _ in range(CLASSES))
         used, since, turns, last = 0.0, 0, 0, -1
-        for key in coldest_first:
-            state = states.get(key, 0)
+        keys = iter(coldest_first)
+        for state, run in groupby(states):
             # Unknown: as if never used again, but somewhere inside its prefix.
             kind = state >> 1 & CLASSES - 1 if state else 1
             known = (unit - (unit - (state >> 4)) % _STATE_TIMES) * _STATE_UNIT_S if state else 0
@@ -66,7 +69,7 @@ class HitDensity:
                 # Times that keep the order across the queues, one object for all in a row.
                 turns += 1
                 since, last, used = known, kind, known + turns * _TURN_S
-            queues[kind][key] = used
+            _exhaust(map(queues[kind].__setitem__, islice(keys, len(list(run))), repeat(used)))
         return queues
 
     def frozen(self) -> Frozen:
@@ -80,7 +83,8 @@ class HitDensity:
         return work
 
     def ranked(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int]) -> Install:
-        queues = self._arranged(coldest_first, states, by_time=True)
+        keys = list(coldest_first)
+        queues = self._arranged(keys, map(states.get, keys, repeat(0)), by_time=True)
 
         def install(gone: Iterable[ChunkKey], recent: Set[ChunkKey]) -> None:
             for key in gone:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import repeat
+from itertools import repeat, takewhile
 
 import msgspec
 
@@ -58,13 +59,8 @@ class Index:
 
     def count_prefix(self, keys: Sequence[ChunkKey], start: int = 0) -> int:
         """How many leading keys are here, given that the first `start` are."""
-        entries = self._entries
-        count = start
-        for key in keys[start:] if start else keys:
-            if key not in entries:
-                break
-            count += 1
-        return count
+        rest = keys[start:] if start else keys
+        return start + len(list(takewhile(self._entries.__contains__, rest)))
 
     def use_prefix(self, keys: Sequence[ChunkKey], pin: bool, again: bool = False) -> int:
         """Count the leading keys that are here, refresh and optionally pin them: one step against eviction. `again`:
@@ -116,7 +112,7 @@ class Index:
 
     def _note_use(self, prefix: Sequence[ChunkKey]) -> None:
         now = self._clock_ns()
-        self._times.update(dict.fromkeys(prefix, now))
+        self._times.update(zip(prefix, repeat(now)))
         if now // 1_000_000_000 != self._now_s:
             self._now_s = now // 1_000_000_000
         now_s = self._now_s  # one object for all uses within a second
@@ -132,7 +128,7 @@ class Index:
         self, chunks: Iterable[tuple[ChunkKey, int, int]], states: Mapping[ChunkKey, int] = NO_STATES
     ) -> list[tuple[ChunkKey, int, int]]:
         """Fill an empty index with (key, depth, blocks), deepest first in the order of eviction; `states` is the
-        policy's.
+        policy's number for a key.
 
         Returns the ones whose key was here already under another name.
         """
@@ -155,7 +151,8 @@ class Index:
                 by_depth[depth] = [key]
         with self._lock:
             self._blocks = total
-            self._policy.load((key for depth in sorted(by_depth, reverse=True) for key in by_depth[depth]), states)
+            order = [key for depth in sorted(by_depth, reverse=True) for key in by_depth[depth]]
+            self._policy.load(order, list(map(states.get, order, repeat(0))) if states else ())
             self._used = set()
         return doubles
 
@@ -208,14 +205,15 @@ class Index:
             self._refresh_ancestors()
             frozen = self._policy.frozen()
         order, states = frozen()
-        found = Snapshot([], [], [], states, closed)
+        keys: list[ChunkKey] = []
+        depths, blocks = array("I"), array("I")
         for key in order:
             entry = self._entries.get(key)
             if entry is not None:
-                found.keys.append(key)
-                found.depths.append(entry.depth)
-                found.blocks.append(entry.blocks)
-        return found
+                keys.append(key)
+                depths.append(entry.depth)
+                blocks.append(entry.blocks)
+        return Snapshot(keys, depths, blocks, list(map(states.get, keys, repeat(0))) if states else (), closed)
 
     @property
     def ghosts(self) -> Ghosts | None:

@@ -28,14 +28,14 @@ class EvictionPolicy(Protocol):
     # What the policy remembers of chunks that are not here, to be kept over a restart; None where it does not.
     ghosts: Ghosts | None
 
-    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
-        """Forget everything and start with these, in this order. `states` is that of `frozen` before the restart, in
-        whole or in part; keys that are not loaded may be in it."""
+    def load(self, coldest_first: Sequence[ChunkKey], states: Sequence[int] = ()) -> None:
+        """Forget everything and start with these, in this order. `states` has the number of `frozen` before the restart
+        for each, 0 where none is known; it is empty where that is so of all."""
 
     def frozen(self) -> Frozen:
-        """What `load` takes, as of this moment. What is returned does the work, and is called without the lock: the
-        order, the one unused for longest in front, and for those that have one a number from 1 to 65535 that shall be
-        known after a restart. Chunks that are used or go in between may be told as they are then."""
+        """What `load` and `ranked` take, as of this moment. What is returned does the work, and is called without the
+        lock: the order, the one unused for longest in front, and for those that have one a number from 1 to 65535 that
+        shall be known after a restart. Chunks that are used or go in between may be told as they are then."""
 
     def ranked(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int]) -> Install:
         """Work out another order, by the times of the last uses, which is later news than the states: called without
@@ -77,7 +77,7 @@ class TailFirstLru:
     def __init__(self) -> None:
         self._order: OrderedDict[ChunkKey, None] = OrderedDict()
 
-    def load(self, coldest_first: Iterable[ChunkKey], states: Mapping[ChunkKey, int] = NO_STATES) -> None:
+    def load(self, coldest_first: Sequence[ChunkKey], states: Sequence[int] = ()) -> None:
         self._order = OrderedDict.fromkeys(coldest_first)
 
     def frozen(self) -> Frozen:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import stat
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 from lmcache_nvme_backend.store import osio
@@ -11,11 +13,13 @@ from lmcache_nvme_backend.store.format import BLOCK, parse_names
 from lmcache_nvme_backend.store.keys import ChunkKey
 from lmcache_nvme_backend.store.layout import VERSION_DIR, Layout
 from lmcache_nvme_backend.store.namespace import DESCRIPTION, is_namespace_dir
+from lmcache_nvme_backend.store.settings import CHEAP_LISTING
 
 SHARDS = tuple(f"{number:02x}" for number in range(256))
 _SHARDS = frozenset(SHARDS)
 # An open writes an account, a session, namespace.json and a probe: a block each, and as much again for directories.
 _OPENING_BYTES: Final = 16 * BLOCK
+_LISTERS: Final = 4
 
 Chunk = tuple[ChunkKey, int, int]  # key, depth, blocks
 
@@ -106,6 +110,31 @@ def give_way(layout: Layout) -> bool:
     return freed > 0
 
 
+def _listings(directory: str, shards: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """(shard, its names) of each; raises `OSError`.
+
+    A file system reads a cold directory block by block, each one awaited: four at a time take less than half of the
+    time of one after the other. The first tells whether they are large enough for that.
+    """
+    large = False
+    for name in shards[:1]:
+        first = list_dir_or_raise(f"{directory}/{name}")
+        large = len(first) > CHEAP_LISTING
+        yield name, first
+    if not large:
+        yield from ((name, list_dir_or_raise(f"{directory}/{name}")) for name in shards[1:])
+        return
+    with ThreadPoolExecutor(_LISTERS, "kvtier-list") as listers:
+        ahead: deque[tuple[str, Future[list[str]]]] = deque()
+        for name in shards[1:]:
+            ahead.append((name, listers.submit(list_dir_or_raise, f"{directory}/{name}")))
+            if len(ahead) > _LISTERS:
+                done, listing = ahead.popleft()
+                yield done, listing.result()
+        for done, listing in ahead:
+            yield done, listing.result()
+
+
 class NamespaceScan:
     """Every chunk of a namespace, once; afterwards `other_bytes` is the size of whatever else lies there.
 
@@ -122,14 +151,14 @@ class NamespaceScan:
 
     def shards(self) -> Iterator[tuple[int, Iterator[Chunk]]]:
         """The same, shard by shard: (its number, its chunks)."""
-        for name in list_dir_or_raise(self._dir):
-            path = f"{self._dir}/{name}"
-            if name in _SHARDS:
-                chunks, strays = parse_names(list_dir_or_raise(path), name)
-                yield int(name, 16), chunks
-                self.other_bytes += sum(count_tree(f"{path}/{stray}") for stray in strays)
-            elif name != DESCRIPTION:
-                self.other_bytes += count_tree(path)
+        there = list_dir_or_raise(self._dir)
+        for name, names in _listings(self._dir, [name for name in there if name in _SHARDS]):
+            chunks, strays = parse_names(names, name)
+            yield int(name, 16), chunks
+            self.other_bytes += sum(count_tree(f"{self._dir}/{name}/{stray}") for stray in strays)
+        for name in there:
+            if name not in _SHARDS and name != DESCRIPTION:
+                self.other_bytes += count_tree(f"{self._dir}/{name}")
 
 
 def count_namespace(namespace_dir: str) -> int:

@@ -26,7 +26,7 @@ import stat
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -48,17 +48,21 @@ _PIECE: Final = 1 << 16
 
 
 class Snapshot(msgspec.Struct):
-    """Columns of equal length, coldest first; `states` has only what is not 0. `written_ns` is the file's time."""
+    """Columns of equal length, coldest first; `states` may be empty, for all 0. `written_ns` is the file's time."""
 
-    keys: list[ChunkKey]
-    depths: list[int]
-    blocks: list[int]
-    states: Mapping[ChunkKey, int] = {}
+    keys: Sequence[ChunkKey]
+    depths: Sequence[int]
+    blocks: Sequence[int]
+    states: Sequence[int] = ()
     closed: bool = False
     written_ns: int = 0
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def states_by_key(self) -> dict[ChunkKey, int]:
+        """Those that are not 0."""
+        return {key: state for key, state in zip(self.keys, self.states) if state}
 
 
 def size_of(count: int) -> int:
@@ -70,13 +74,13 @@ def encode(snapshot: Snapshot, namespace: bytes) -> Iterator[bytes]:
     """The file's bytes, piece by piece: `size_of(len(snapshot))` in all."""
     check = xxhash.xxh3_128()
     header = _HEADER.pack(_MAGIC, namespace, len(snapshot), snapshot.closed)
-    state = snapshot.states.get
+    states = snapshot.states or [0] * len(snapshot)
     columns = (
         (b"".join(snapshot.keys[at : at + _PIECE]) for at in range(0, len(snapshot), _PIECE)),
         _integers("I", snapshot.depths),
         _integers("I", snapshot.blocks),
         (
-            _little(array("H", [min(state(key, 0), MAX_STATE) for key in snapshot.keys[at : at + _PIECE]]))
+            _little(array("H", [min(state, MAX_STATE) for state in states[at : at + _PIECE]]))
             for at in range(0, len(snapshot), _PIECE)
         ),
     )
@@ -130,16 +134,14 @@ def read(directory: str, namespace: bytes) -> Snapshot | None:
 
 def _decode(rows: memoryview, count: int, closed: bool, written_ns: int) -> Snapshot:
     ends = [count * width for width in (KEY_BYTES, KEY_BYTES + 4, KEY_BYTES + 8, _ROW_BYTES)]
-    keys = [ChunkKey(key) for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", rows[: ends[0]])]
+    keys = [key for (key,) in struct.iter_unpack(f"{KEY_BYTES}s", rows[: ends[0]])]
     depths, blocks = (_column("I", rows[begin:end]) for begin, end in pairwise(ends[:3]))
-    states = _column("H", rows[ends[2] :])
-    known = {key: state for key, state in zip(keys, states) if state} if any(states) else {}
-    return Snapshot(keys, depths, blocks, known, closed, written_ns)
+    return Snapshot(keys, depths, blocks, _column("H", rows[ends[2] :]), closed, written_ns)
 
 
-def _column(code: str, data: memoryview) -> list[int]:
+def _column(code: str, data: memoryview) -> array[int]:
     column = array(code)
     column.frombytes(data)
     if sys.byteorder == "big":
         column.byteswap()
-    return column.tolist()
+    return column

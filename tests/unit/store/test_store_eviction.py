@@ -243,7 +243,7 @@ def test_the_policy_keeps_heads_longest(length):
     """The interface alone: a use orders a prefix tail first, whatever its order was before."""
     policy = TailFirstLru()
     keys = prefix("p", length)
-    policy.load(reversed(keys[: length // 2]))
+    policy.load(keys[: length // 2][::-1])
     for key in keys[length // 2 :]:
         policy.add(key)
     policy.touch(keys)

@@ -146,7 +146,9 @@ def test_order_and_uses_survive_a_restart():
     traffic(world, 200, 900)
     order = world.index.coldest_first()
     fresh = HitDensity(lambda: world.now)
-    fresh.load(*world.policy.frozen()())
+    found, states = world.policy.frozen()()
+    keys = list(found)
+    fresh.load(keys, [states.get(key, 0) for key in keys])
     fresh._returns = world.policy._returns
     assert [key for key in fresh.coldest()][:50] == order[:50]
     assert sorted(fresh.coldest()) == sorted(order)
@@ -265,4 +267,4 @@ def test_lookups_go_on_while_a_snapshot_or_an_order_is_worked_out(policy):
     found = index.snapshot(closed=False)
     assert sorted(found.keys) == sorted(keys[:7])
     assert [key for key in found.keys if key in keys[2:7]] == keys[6:1:-1]
-    assert found.depths == [keys.index(key) for key in found.keys]
+    assert list(found.depths) == [keys.index(key) for key in found.keys]

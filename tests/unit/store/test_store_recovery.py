@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 
 import pytest
 from store_helpers import (
@@ -20,7 +22,7 @@ from store_helpers import (
     temporaries,
 )
 
-from lmcache_nvme_backend.store import Miss, MissCause, PutResult
+from lmcache_nvme_backend.store import Miss, MissCause, PutResult, osio, recovery
 from lmcache_nvme_backend.store.format import chunk_name
 
 KEYS = prefix("recovered", 5)
@@ -179,3 +181,42 @@ def test_a_chunk_under_a_wrong_shard_is_not_found(root):
     with open_store(root) as store:
         assert store.match(KEYS) == 0
         assert store.usage().used_bytes == CHUNK_FILE
+
+
+def listers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-list")]
+
+
+def test_a_large_namespace_is_listed_by_several_at_once(root, monkeypatch):
+    """With the same result, whoever stops half-way, and an error where one of its directories cannot be listed."""
+    keys = prefix("many", 60)
+    with open_store(root) as store:
+        put_prefix(store, keys)
+        directory = store._directory
+    one_by_one = sorted(recovery.NamespaceScan(directory))
+    assert sorted(key for key, _, _ in one_by_one) == sorted(keys)
+    monkeypatch.setattr(recovery, "CHEAP_LISTING", 0)
+    seen = set()
+    real = osio.listdir
+
+    def noting(path):
+        seen.add(threading.current_thread().name)
+        return real(path)
+
+    monkeypatch.setattr(osio, "listdir", noting)
+    assert sorted(recovery.NamespaceScan(directory)) == one_by_one
+    assert any(name.startswith("kvtier-list") for name in seen)
+    half = iter(recovery.NamespaceScan(directory))
+    next(half)
+    del half
+    assert not listers()
+
+    def failing(path):
+        if path.endswith(f"/{keys[30][:1].hex()}"):
+            raise OSError(errno.EIO, "unreadable")
+        return real(path)
+
+    monkeypatch.setattr(osio, "listdir", failing)
+    with pytest.raises(OSError, match="unreadable"):
+        list(recovery.NamespaceScan(directory))
+    assert not listers()

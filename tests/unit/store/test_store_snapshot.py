@@ -25,7 +25,7 @@ from store_helpers import (
 
 from lmcache_nvme_backend.store import ChunkStore, PutResult, StoreSettings, census, recovery, snapshot, upkeep
 from lmcache_nvme_backend.store.inspection import StoreTree
-from lmcache_nvme_backend.store.policy import NO_STATES, TailFirstLru
+from lmcache_nvme_backend.store.policy import TailFirstLru
 from lmcache_nvme_backend.store.snapshot import Snapshot
 from lmcache_nvme_backend.store.verification import verify
 
@@ -189,9 +189,9 @@ class Remembering(TailFirstLru):
         super().__init__()
         self.known = {}
 
-    def load(self, coldest_first, states=NO_STATES):
+    def load(self, coldest_first, states=()):
         super().load(coldest_first)
-        self.known = dict(states)
+        self.known = {key: state for key, state in zip(coldest_first, states) if state}
 
     def frozen(self):
         work = super().frozen()
@@ -224,19 +224,17 @@ def test_what_is_written_is_what_is_read(tmp_path):
     """Every column, in order; and the size is known beforehand."""
     rng = random.Random(1)
     keys = [rng.randbytes(16) for _ in range(1000)]
-    given = Snapshot(
-        keys, [rng.randrange(2**32) for _ in keys], [rng.randrange(2**32) for _ in keys], {keys[7]: 9}, True
-    )
+    numbers = [[rng.randrange(2**bits) for _ in keys] for bits in (32, 32, 16)]
+    given = Snapshot(keys, *numbers, True)
     assert len(written(tmp_path, given)) == snapshot.size_of(1000)
     found = snapshot.read(str(tmp_path), NAMESPACE.raw_digest)
-    assert (found.keys, found.depths, found.blocks, found.states, found.closed) == (
-        given.keys, given.depths, given.blocks, given.states, True,
-    )  # fmt: skip
+    columns = [list(column) for column in (found.keys, found.depths, found.blocks, found.states)]
+    assert columns == [keys, *numbers] and found.closed
 
 
 def test_no_damage_passes(tmp_path):
     """Every single flipped bit, every length, and a snapshot of something else."""
-    data = written(tmp_path, Snapshot(list(KEYS), list(range(6)), [3] * 6, {KEYS[0]: 1}))
+    data = written(tmp_path, Snapshot(list(KEYS), list(range(6)), [3] * 6, [1, 0, 0, 0, 0, 0]))
     path = tmp_path / snapshot.FILE
 
     def refused(damaged: bytes) -> bool:
