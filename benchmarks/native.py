@@ -42,7 +42,8 @@ from kvtier.model import find_model
 SUBJECT = "native-spec"
 LAYERS, BLOCKS_PER_CHUNK, POOL_CHUNKS = 16, 8, 4
 STAGING_MIB = 256
-PROMPT_TOKENS, DECODED = 4_000, 240
+# Whole chunks of 256, and behind them as few tokens to compute after a restore as after a hit in the pool.
+PROMPT_TOKENS, DECODED = 15 * 256 + 32, 240
 # Prompts that take turns: more than the pool holds, and as many as it holds for good.
 TURNS_TIER, TURNS_POOL = 5, 1
 POOL_BLOCKS_SHARE = 3  # prompts of room beside the two sequences

@@ -59,7 +59,7 @@ class CpuBlockConnector(GPUConnectorInterface):
     def _span(self, start: int, end: int, kwargs: Any) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         caches = kwargs["kvcaches"]
         if len(caches) != len(self._caches) or any(a is not b for a, b in zip(caches, self._caches, strict=True)):
-            self._rows, self._caches = [_block_rows(kv) for kv in caches], list(caches)
+            self._rows, self._caches = _widest([_block_rows(kv) for kv in caches]), list(caches)
         slots = kwargs["slot_mapping"][start:end]
         block_tokens = _block_tokens(self._rows[0], caches[0], self._shape)
         firsts = slots[::block_tokens]
@@ -72,7 +72,7 @@ class CpuBlockConnector(GPUConnectorInterface):
         tensor = memory_obj.tensor
         if tensor is None:
             raise ValueError("the chunk has no memory")
-        return tensor.view(torch.uint8).reshape(-1).view(len(rows), blocks, rows[0].shape[1])
+        return tensor.view(torch.uint8).reshape(-1).view(rows[0].dtype).view(len(rows), blocks, rows[0].shape[1])
 
 
 def _block_rows(kv: torch.Tensor) -> torch.Tensor:
@@ -85,12 +85,19 @@ def _block_rows(kv: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(ordered, (kv.shape[0], elements), (kv.stride(0), 1)).view(torch.uint8)
 
 
+def _widest(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same memory in words of eight bytes where all of it fits: torch selects them a fifth faster than bytes."""
+    odd = any(row.shape[1] % 8 or row.stride(0) % 8 or row.storage_offset() % 8 or row.data_ptr() % 8 for row in rows)
+    return rows if odd else [row.view(torch.int64) for row in rows]
+
+
 def _block_tokens(row: torch.Tensor, kv: torch.Tensor, shape: tuple[int, int, int]) -> int:
     kv_size, _, hidden = shape
     token_bytes = kv_size * hidden * kv.element_size()
-    if row.shape[1] % token_bytes:
-        raise ValueError(f"a block of {row.shape[1]} bytes is not a whole number of tokens of {token_bytes} bytes")
-    return int(row.shape[1] // token_bytes)
+    block_bytes = row.shape[1] * row.element_size()
+    if block_bytes % token_bytes:
+        raise ValueError(f"a block of {block_bytes} bytes is not a whole number of tokens of {token_bytes} bytes")
+    return int(block_bytes // token_bytes)
 
 
 def check_cpu_layout(config: Any, vllm_config: Any) -> None:
