@@ -147,7 +147,8 @@ def fill(bench: Bench, subject: str, docs: list[Document], vocabulary: int, say:
     with bench.running(subject, f"{subject}-before") as engine:
         warm_up(engine, vocabulary)
         say(f"{subject}: prefilling and storing {len(docs)} documents …")
-        ttft = {docs[0]: ask(engine, docs[0].tokens)}  # the first stores touch the ring's memory: not what they cost later
+        # The first stores touch the ring's memory for the first time: not what they cost later.
+        ttft = {docs[0]: ask(engine, docs[0].tokens)}
         bench.settle(engine, subject)
         before = _tier_counts(engine) if subject == TIER else {}
         began = time.perf_counter()
@@ -262,12 +263,12 @@ def store_rows(before: dict[str, Before], without: dict[Document, float], docs: 
                 subject,
                 "cold prefill, storing",
                 tokens,
-                tokens / sum(found.ttft.values()),
+                tokens / sum(found.ttft[doc] for doc in docs),
                 "tokens/s",
                 note=f"time {ratio:.2f} of no tier's",
             )
         )
-    rows.append(Row(NONE, "cold prefill", tokens, tokens / sum(without.values()), "tokens/s"))
+    rows.append(Row(NONE, "cold prefill", tokens, tokens / sum(without[doc] for doc in docs), "tokens/s"))
     return rows
 
 
