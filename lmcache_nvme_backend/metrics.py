@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,24 @@ class Metric(msgspec.Struct, frozen=True):
     help: str
     label: str = ""
 
+    @property
+    def family(self) -> str:
+        """The name under which prometheus_client knows it."""
+        return self.name.removesuffix("_total")
+
+    @property
+    def own_labels(self) -> tuple[str, ...]:
+        return (self.label,) if self.label else ()
+
+    def series(self, value: Value) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Each number of a value, with the values of ``own_labels``."""
+        for label, number in value.items() if isinstance(value, Mapping) else [("", value)]:
+            yield (label,) if self.label else (), float(number)
+
+
+# Of one metric: a number, or numbers by its own label.
+Value = float | Mapping[str, float]
+Values = Mapping[str, Value]
 
 METRICS = (
     Metric("kvtier_chunks_hit_total", "counter", "Chunks that lookups found in the NVMe tier"),
@@ -62,8 +80,6 @@ METRICS = (
     Metric("kvtier_breaker_open", "gauge", "1 while the tier stands aside from a disk that fails"),
     Metric("kvtier_degraded", "gauge", "1 where the tier is configured and does not serve"),
 )
-
-Values = Mapping[str, float | Mapping[str, float]]
 
 
 def serve_children() -> None:
@@ -124,14 +140,10 @@ class MetricsExporter:
             value = values.get(metric.name)
             if value is None:
                 continue
-            series = value.items() if isinstance(value, Mapping) else [("", value)]
-            for label, number in series:
-                names = ("rank", metric.label) if metric.label else ("rank",)
-                labels = (self._rank, label) if metric.label else (self._rank,)
-                family = metric.name.removesuffix("_total")
-                self._files[metric.kind].write_value(
-                    self._key(family, metric.name, names, labels, metric.help), float(number), now
-                )
+            names = ("rank", *metric.own_labels)
+            for own, number in metric.series(value):
+                key = self._key(metric.family, metric.name, names, (self._rank, *own), metric.help)
+                self._files[metric.kind].write_value(key, number, now)
 
     def close(self) -> None:
         """One last export; then this process's values stand still."""

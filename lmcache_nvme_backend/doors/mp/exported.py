@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from lmcache_nvme_backend.metrics import METRICS, Metric
+from lmcache_nvme_backend.doors.store_values import lookup_values, lost_values, namespace_values
+from lmcache_nvme_backend.metrics import METRICS, Metric, Value
 
 if TYPE_CHECKING:
     from lmcache_nvme_backend.doors.mp.adapter import NvmeL2Adapter
@@ -78,20 +79,18 @@ class _Collector:
 _collector = _Collector()
 
 
-def _add(families: dict[str, Any], name: str, labels: dict[str, str], value: Any) -> None:
+def _add(families: dict[str, Any], name: str, labels: dict[str, str], value: Value) -> None:
     metric = _FAMILIES[name]
     if name not in families:
-        names = [*labels, metric.label] if metric.label else [*labels]
         kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-        families[name] = kind(name.removesuffix("_total"), metric.help, labels=names)
-    for label, number in value.items() if isinstance(value, dict) else [("", value)]:
-        values = [*labels.values(), label] if metric.label else [*labels.values()]
-        families[name].add_metric(values, float(number))
+        families[name] = kind(metric.family, metric.help, labels=[*labels, *metric.own_labels])
+    for own, number in metric.series(value):
+        families[name].add_metric([*labels.values(), *own], number)
 
 
-def _root_values(adapter: NvmeL2Adapter, spaces: list[Space]) -> dict[str, Any]:
+def _root_values(adapter: NvmeL2Adapter, spaces: list[Space]) -> dict[str, Value]:
     aside = any(space.store.stands_aside for space in spaces)
-    values: dict[str, Any] = {
+    values: dict[str, Value] = {
         "kvtier_quota_bytes": adapter.settings.tier.quota_bytes,
         "kvtier_degraded": bool(adapter.degraded) or bool(adapter.spaces.refused()) or aside,
         "kvtier_breaker_open": aside,
@@ -102,7 +101,7 @@ def _root_values(adapter: NvmeL2Adapter, spaces: list[Space]) -> dict[str, Any]:
     return values if adapter.behind is None else values | _behind_values(adapter.behind)
 
 
-def _behind_values(behind: ReadThrough) -> dict[str, Any]:
+def _behind_values(behind: ReadThrough) -> dict[str, Value]:
     counts = behind.counts.snapshot()
     chunks = {f"kvtier_behind_chunks_{name}_total": counts.get(name, 0) for name in _BEHIND_CHUNKS}
     return {
@@ -119,20 +118,9 @@ def _behind_values(behind: ReadThrough) -> dict[str, Any]:
 _BEHIND_CHUNKS = ("hit", "loaded", "kept", "stored", "corrupt")
 
 
-def _space_values(space: Space) -> dict[str, Any]:
-    stats, lookups = space.store.stats, space.lookups.snapshot()
+def _space_values(space: Space) -> dict[str, Value]:
     return {
-        "kvtier_chunks_hit_total": lookups.get("hit", 0),
-        "kvtier_chunks_missed_total": lookups.get("missed", 0),
-        "kvtier_chunks_loaded_total": stats.hits,
-        "kvtier_chunks_load_failed_total": {"absent": 0, **space.failed.snapshot()},
-        "kvtier_chunks_stored_total": stats.stores,
-        "kvtier_chunks_dropped_total": {"quota": 0, **space.dropped.snapshot()},
-        "kvtier_chunks_corrupt_total": sum(stats.corrupt.values()),
-        "kvtier_chunks_evicted_total": stats.evictions,
-        "kvtier_snapshots_ignored_total": stats.snapshots_ignored,
-        "kvtier_bytes_read_total": stats.bytes_read,
-        "kvtier_bytes_written_total": stats.bytes_written,
-        "kvtier_chunks": space.store.usage().namespace_chunks,
-        "kvtier_direct_io": space.store.direct_io,
+        **lookup_values(space.lookups),
+        **lost_values(space.failed, space.dropped, "quota"),
+        **namespace_values(space.store, space.store.usage()),
     }

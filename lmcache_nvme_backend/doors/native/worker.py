@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
@@ -13,6 +13,8 @@ from lmcache_nvme_backend.doors.native.layout import GroupLayout, chunks_of, sto
 from lmcache_nvme_backend.doors.native.loads import ChunkLoads
 from lmcache_nvme_backend.doors.native.stores import ChunkStores
 from lmcache_nvme_backend.doors.native.transfers import NvmeLoadSpec, NvmeStoreSpec
+from lmcache_nvme_backend.doors.store_values import lost_values, store_values
+from lmcache_nvme_backend.metrics import Value
 from lmcache_nvme_backend.staging import StagingRing
 from lmcache_nvme_backend.store import ChunkKey, ChunkStore
 
@@ -105,30 +107,17 @@ class NvmeOffloadingWorker(OffloadingWorker):
         self.stores.close(CLOSE_WAIT_S)
         self._close()
 
-    def values(self) -> Mapping[str, float | Mapping[str, float]]:
+    def values(self) -> dict[str, Value]:
         """This rank's numbers, by metric name."""
-        stats, usage = self.store.stats, self.store.usage()
         return {
+            **lost_values(self.loads.failed, self.stores.dropped, "staging full"),
+            **store_values(self.store),
             "kvtier_chunks_loaded_total": self.loads.loaded,
-            "kvtier_chunks_load_failed_total": {"absent": 0, **self.loads.failed.snapshot()},
-            "kvtier_chunks_stored_total": stats.stores,
-            "kvtier_chunks_dropped_total": {"staging full": 0, **self.stores.dropped.snapshot()},
-            "kvtier_chunks_corrupt_total": sum(stats.corrupt.values()),
-            "kvtier_chunks_evicted_total": stats.evictions,
-            "kvtier_snapshots_ignored_total": stats.snapshots_ignored,
-            "kvtier_bytes_read_total": stats.bytes_read,
-            "kvtier_bytes_written_total": stats.bytes_written,
             "kvtier_store_seconds_total": self.stores_s,
             "kvtier_load_seconds_total": self.loads_s,
             "kvtier_store_wait_seconds_total": self.stores.waited_s,
-            "kvtier_used_bytes": usage.used_bytes,
-            "kvtier_quota_bytes": usage.quota_bytes,
             "kvtier_staging_bytes": self.ring.nbytes,
             "kvtier_staging_slots_free": self.ring.free,
-            "kvtier_chunks": usage.namespace_chunks,
-            "kvtier_direct_io": int(self.store.direct_io),
-            "kvtier_breaker_open": int(self.store.stands_aside),
-            "kvtier_degraded": int(self.store.stands_aside),
         }
 
 
