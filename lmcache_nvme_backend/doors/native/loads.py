@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.native.copies import Copier
+from lmcache_nvme_backend.doors.native.jobs import Jobs
 from lmcache_nvme_backend.doors.native.layout import ChunkBlocks, GroupLayout
 from lmcache_nvme_backend.staging import StagingRing
 from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Hit
@@ -111,8 +111,7 @@ class ChunkLoads:
         self._store, self._ring, self._copier, self._layouts = store, ring, copier, layouts
         self._pool = ThreadPoolExecutor(threads, "kvtier-load")
         self._changed = changed
-        self._running: dict[int, LoadJob] = {}
-        self._finished: deque[LoadJob] = deque()
+        self.jobs = Jobs[LoadJob](changed)
         self._pins: dict[int, list[ChunkKey]] = {}
         self._moved_at = 0.0  # when the drive answered last, whatever job: one that waits for its turn does not stall
         self.failed = Counts()
@@ -121,7 +120,8 @@ class ChunkLoads:
 
     def submit(self, job_id: int, keys: Sequence[ChunkKey], chunks: Sequence[ChunkBlocks], mark: Any) -> None:
         """Begin to load; `chunks[i]` says where the bytes of `keys[i]` go."""
-        job = self._running[job_id] = LoadJob(job_id, len(keys), self._over)
+        job = LoadJob(job_id, len(keys), self.jobs.end)
+        self.jobs.add(job)
         self._pins[job_id] = [key for key in keys if self._store.pin(key)]
         if not keys:
             job.give_up(set())
@@ -170,48 +170,32 @@ class ChunkLoads:
         finally:
             self._ring.release(slot)
 
-    def _over(self, job: LoadJob) -> None:
-        with self._changed:
-            self._finished.append(job)
-            self._changed.notify_all()
-
     def finished(self) -> list[LoadJob]:
         """The jobs that are over since the last call."""
         now = time.monotonic()
-        for job in list(self._running.values()):
+        for job in self.jobs:
             if now - max(job.moved_at, self._moved_at) > STALL_S and not job.given_up:
                 self.failed.add("stalled")
                 job.give_up(set(self._pins[job.job_id]))
-        done = []
-        while self._finished:
-            job = self._finished.popleft()
-            done.append(job)
-            del self._running[job.job_id]
+        done = self.jobs.report()
+        for job in done:
             for key in self._pins.pop(job.job_id):
                 self._store.unpin(key)
             self.seconds += job.seconds
         return done
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._running)
-
-    @property
-    def any_finished(self) -> bool:
-        return bool(self._finished)
-
     def wait(self, job_ids: set[int], timeout_s: float) -> None:
         """Until nothing of these jobs touches the device; those that take longer than `timeout_s` fail."""
-        jobs = [job for job_id in job_ids if (job := self._running.get(job_id)) is not None]
+        jobs = self.jobs.named(job_ids)
         with self._changed:
-            self._changed.wait_for(lambda: all(job in self._finished for job in jobs), timeout_s)
+            self._changed.wait_for(lambda: all(map(self.jobs.is_over, jobs)), timeout_s)
         for job in jobs:
-            if job not in self._finished:
+            if not self.jobs.is_over(job):
                 job.give_up(set(self._pins[job.job_id]))
         with self._changed:  # a copy that runs takes a moment
-            self._changed.wait_for(lambda: all(job in self._finished for job in jobs))
+            self._changed.wait_for(lambda: all(map(self.jobs.is_over, jobs)))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for job in list(self._running.values()):
+        for job in self.jobs:
             job.give_up(set())

@@ -18,6 +18,7 @@ from typing import Any
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.hybrid_prefix import Place
 from lmcache_nvme_backend.doors.native.copies import Copier
+from lmcache_nvme_backend.doors.native.jobs import Jobs
 from lmcache_nvme_backend.doors.native.layout import ChunkBlocks, GroupLayout
 from lmcache_nvme_backend.staging import Slot, StagingRing
 from lmcache_nvme_backend.store import ChunkKey, ChunkStore, PutResult
@@ -61,8 +62,7 @@ class ChunkStores:
         self._pool = ThreadPoolExecutor(threads, "kvtier-write")
         self._changed = changed
         self._queue: deque[StoreJob] = deque()
-        self._jobs: dict[int, StoreJob] = {}
-        self._finished: deque[StoreJob] = deque()
+        self.jobs = Jobs[StoreJob](changed)
         self._writing: set[ChunkKey] = set()
         self._lost: dict[ChunkKey, None] = {}
         self._closed = False
@@ -76,7 +76,7 @@ class ChunkStores:
         pairs = sorted(zip(places, chunks, strict=True), key=lambda pair: pair[0].depth)
         job = StoreJob(job_id, pairs, mark)
         with self._changed:
-            self._jobs[job_id] = job
+            self.jobs.add(job)
             if self._closed:
                 self._end(job, "closed")
             else:
@@ -99,7 +99,6 @@ class ChunkStores:
                 self.dropped.add("internal error")
             with self._changed:
                 self._end(job, "gave up")
-                self._changed.notify_all()
 
     def _read(self, job: StoreJob) -> None:
         while (head := self._head(job)) is not None:
@@ -243,29 +242,16 @@ class ChunkStores:
         for place, _ in left:
             self.dropped.add(cause)
             self._remember_lost(place.key)
-        self._finished.append(job)
+        self.jobs.end(job)
 
     def finished(self) -> list[StoreJob]:
-        done = []
-        with self._changed:
-            while self._finished:
-                job = self._finished.popleft()
-                del self._jobs[job.job_id]
-                done.append(job)
-        return done
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._jobs)
-
-    @property
-    def any_finished(self) -> bool:
-        return bool(self._finished)
+        """The jobs that are over since the last call."""
+        return self.jobs.report()
 
     def wait(self, job_ids: set[int], timeout_s: float) -> None:
         """Until nothing of these jobs reads the device; what takes longer than `timeout_s` is given up and lost."""
         with self._changed:
-            jobs = [job for job_id in job_ids if (job := self._jobs.get(job_id)) is not None]
+            jobs = self.jobs.named(job_ids)
             self._changed.wait_for(lambda: all(job.over for job in jobs), timeout_s)
             for job in jobs:
                 job.given_up = True

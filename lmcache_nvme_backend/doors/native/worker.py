@@ -90,9 +90,10 @@ class NvmeOffloadingWorker(OffloadingWorker):
 
     def await_any(self, timeout_s: float) -> None:
         """Until a transfer has finished, while any is under way; at most `timeout_s` seconds."""
-        if self.loads.busy or self.stores.busy:
+        loads, stores = self.loads.jobs, self.stores.jobs
+        if loads.busy or stores.busy:
             with self._changed:
-                self._changed.wait_for(lambda: self.loads.any_finished or self.stores.any_finished, timeout_s)
+                self._changed.wait_for(lambda: loads.any_over or stores.any_over, timeout_s)
 
     def wait(self, job_ids: set[int]) -> None:
         """Until vLLM may hand the blocks of these jobs to somebody else. Waits `store_wait_s` at most, and then for the
