@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from typing import Final
+
+# The cause of what is not stored because something before it in its prefix was not.
+PREFIX_LOST: Final = "prefix lost"
 
 
 class Counts:

@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from lmcache_nvme_backend.doors.counts import Counts
+from lmcache_nvme_backend.doors.counts import PREFIX_LOST, Counts
 from lmcache_nvme_backend.doors.lmcache_memory import RingAllocator, SlotMemoryObj, StreamedMemoryObj
-from lmcache_nvme_backend.doors.requests import PREFIX_LOST, RequestBook, StoreCall, StoreRequest, current_call, entered
+from lmcache_nvme_backend.doors.requests import RequestBook, StoreCall, StoreRequest, current_call, entered
 from lmcache_nvme_backend.staging import Slot
 from lmcache_nvme_backend.store import ChunkKey, ChunkStore, PutResult
 

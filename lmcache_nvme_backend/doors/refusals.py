@@ -53,8 +53,12 @@ def _short_image_hashes() -> bool:
 
 
 def check_failure_policy(transfer: Any) -> None:
+    """As `check_policy`, of vLLM's own configuration."""
+    check_policy(str(getattr(transfer, "kv_load_failure_policy", "recompute")))
+
+
+def check_policy(policy: str) -> None:
     """Raises `ConfigError` where a load that failed would end its request."""
-    policy = str(getattr(transfer, "kv_load_failure_policy", "recompute"))
     if policy != "recompute":
         raise ConfigError(
             "kv_load_failure_policy", repr(policy), "recompute",

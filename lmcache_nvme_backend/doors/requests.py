@@ -12,13 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lmcache_nvme_backend.doors.counts import PREFIX_LOST
 from lmcache_nvme_backend.store import ChunkKey
 
 REQUESTS_KEPT = 4096  # far more than an engine runs at once; a forgotten one only loses a hint
 LINKS_KEPT = 65536  # parents of chunks that were looked up and may be stored next: some 10 MiB at most
-
-
-PREFIX_LOST = "prefix lost"
 
 
 class StoreRequest:

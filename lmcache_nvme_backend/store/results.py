@@ -26,6 +26,11 @@ class PutResult(Enum):
     def kept(self) -> bool:
         return self in (PutResult.STORED, PutResult.EXISTS, PutResult.BUSY)
 
+    @property
+    def decided(self) -> bool:
+        """True where it was not stored by decision: nothing has failed."""
+        return self in (PutResult.FIRST_SIGHT, PutResult.WRITE_BUDGET)
+
 
 class MissCause(Enum):
     """Why `ChunkStore.get` had nothing to give."""

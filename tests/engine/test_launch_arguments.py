@@ -126,7 +126,8 @@ def test_the_native_door_is_found_by_vllms_own_factories() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-    from lmcache_nvme_backend.doors.native.settings import check_connector, check_policy, settings_of
+    from lmcache_nvme_backend.doors.native.settings import check_connector, settings_of
+    from lmcache_nvme_backend.doors.refusals import check_policy
 
     plans = {name: plan for name, plan in PLANS.items() if plan.decision == "nvme-spec"}
     assert len(plans) > 10

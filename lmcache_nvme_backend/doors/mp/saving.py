@@ -8,18 +8,13 @@ from typing import Any
 import msgspec
 from lmcache.logging import init_logger
 
+from lmcache_nvme_backend.doors.counts import PREFIX_LOST
 from lmcache_nvme_backend.doors.mp.objects import Lease, bytes_of, layout_of_object
 from lmcache_nvme_backend.doors.mp.spaces import Chunk, Spaces
 from lmcache_nvme_backend.store import ChunkKey, PutResult
 
 logger = init_logger("lmcache_nvme_backend")
 
-# What was decided is no failure: LMCache may forget the object, and will not be told that the disk is in trouble.
-_DECIDED = (PutResult.FIRST_SIGHT, PutResult.WRITE_BUDGET)
-# Nothing that another host could not have had before, or that is worth a transfer.
-_ALREADY_THERE = (PutResult.EXISTS, PutResult.BUSY, *_DECIDED)
-# What follows a chunk that was not stored is of no use.
-PREFIX_LOST = "prefix lost"
 # The disk was so slow that LMCache's lock on the object's memory may have ended.
 TOO_LATE = "too late"
 
@@ -82,7 +77,8 @@ class Saver:
         if result is PutResult.STORED:
             saved.nbytes += len(payload)
             saved.kept.append((key, chunk, len(payload)))
-        elif not result.kept and result not in _DECIDED:
-            saved.ok = False
-        if result not in _ALREADY_THERE:
+        elif not result.kept and not result.decided:
+            saved.ok = False  # a decision is no failure: LMCache may forget the object, and no disk is in trouble
+        # Worth a transfer is what was not here before, so that another host may want it, and was not decided against.
+        if not result.decided and result not in (PutResult.EXISTS, PutResult.BUSY):
             saved.new.append((key, chunk, obj))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lmcache_nvme_backend.doors import refusals
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.settings import NvmeSettings, parse_tier_settings, tier_names
 
@@ -44,7 +45,7 @@ def check_front(transfer: Mapping[str, Any]) -> None:
     extra = transfer.get("kv_connector_extra_config")
     settings = settings_of(extra if isinstance(extra, Mapping) else {})
     check_connector(transfer.get("kv_connector"))
-    check_policy(transfer.get("kv_load_failure_policy", "fail"))
+    refusals.check_policy(transfer.get("kv_load_failure_policy", "fail"))
     with tier_names():
         check_root(Path(settings.path), StoreSettings(settings.quota_bytes))
 
@@ -56,14 +57,4 @@ def check_connector(name: str | None) -> None:
             "kv_connector", repr(name) if name else "another one", "NvmeOffloadingConnector with NvmeOffloadingSpec",
             'Set "kv_connector": "NvmeOffloadingConnector" and "kv_connector_module_path": "lmcache_nvme_backend" in '
             "--kv-transfer-config: with vLLM's own connector, a load that fails ends the engine.",
-        )  # fmt: skip
-
-
-def check_policy(policy: str) -> None:
-    """Raises `ConfigError` where a load that fails would end its request."""
-    if policy != "recompute":
-        raise ConfigError(
-            "kv_load_failure_policy", repr(policy), "recompute",
-            'Add "kv_load_failure_policy": "recompute" to --kv-transfer-config: a chunk that cannot be read is then '
-            "computed again; with vLLM's default the request dies.",
         )  # fmt: skip

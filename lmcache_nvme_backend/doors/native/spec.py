@@ -17,7 +17,7 @@ from lmcache_nvme_backend.doors.native.layout import group_layouts
 from lmcache_nvme_backend.doors.native.manager import NvmeOffloadingManager
 from lmcache_nvme_backend.doors.native.releases import check_release, window_in_chunks
 from lmcache_nvme_backend.doors.native.self_test import check_round_trip
-from lmcache_nvme_backend.doors.native.settings import check_policy, settings_of
+from lmcache_nvme_backend.doors.native.settings import settings_of
 from lmcache_nvme_backend.doors.native.shared_store import shared
 from lmcache_nvme_backend.doors.native.staging import open_ring
 from lmcache_nvme_backend.doors.native.worker import NvmeOffloadingWorker
@@ -157,7 +157,7 @@ class NvmeOffloadingSpec(OffloadingSpec):
 
 
 def _check(vllm_config: Any, config: Any) -> None:
-    check_policy(str(getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "recompute")))
+    refusals.check_failure_policy(vllm_config.kv_transfer_config)
     if getattr(config, "canonical_layout", False):
         raise ConfigError(
             "canonical_layout", "true", "false with NvmeOffloadingSpec",

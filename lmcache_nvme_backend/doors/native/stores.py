@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lmcache_nvme_backend.doors.counts import Counts
+from lmcache_nvme_backend.doors.counts import PREFIX_LOST, Counts
 from lmcache_nvme_backend.doors.hybrid_prefix import Place
 from lmcache_nvme_backend.doors.native.copies import Copier
 from lmcache_nvme_backend.doors.native.jobs import Jobs
@@ -30,8 +30,6 @@ SLOT_WAIT_S = 5.0
 ASK_AGAIN_S = 0.02
 # Lost chunks that are remembered, so that what follows them is not kept.
 LOST_REMEMBERED = 65_536
-
-PREFIX_LOST = "prefix lost"
 
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
 

@@ -19,12 +19,10 @@ import msgspec
 
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.tier.requests import RequestPrefix, split_key
-from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Hit, PutResult
+from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Hit
 
 logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
-# Outcomes of a store that are a decision and no failure.
-_DECIDED = frozenset((PutResult.FIRST_SIGHT, PutResult.WRITE_BUDGET))
 CUT = "its prefix was cut"
 IN_FLIGHT = "too many in flight"
 
@@ -274,7 +272,7 @@ class Transfers:
                 reached = max(reached, end)
                 continue
             self.dropped.add(result.value)
-            job.failures += result not in _DECIDED
+            job.failures += not result.decided
             if prefix.attention_of(key) is not None:
                 prefix.cut(end - 1)
         if reached and prefix.order.hybrid:
