@@ -13,6 +13,7 @@ from lmcache_nvme_backend.store.account import Account, Ledger, LockTimeout
 from lmcache_nvme_backend.store.admission import Admission
 from lmcache_nvme_backend.store.breaker import Breaker
 from lmcache_nvme_backend.store.census import Census
+from lmcache_nvme_backend.store.chunks import Chunks
 from lmcache_nvme_backend.store.density import HitDensity
 from lmcache_nvme_backend.store.direct_io import Transfer, as_bytes
 from lmcache_nvme_backend.store.evictor import Evictor
@@ -24,7 +25,7 @@ from lmcache_nvme_backend.store.namespace import Namespace, write_description
 from lmcache_nvme_backend.store.policy import EvictionPolicy
 from lmcache_nvme_backend.store.probe import DiskProbe
 from lmcache_nvme_backend.store.reader import Reader
-from lmcache_nvme_backend.store.removal import Removal, remove_file
+from lmcache_nvme_backend.store.removal import remove_file
 from lmcache_nvme_backend.store.results import GetResult, Hit, Miss, MissCause, PutResult, StoreStats, Usage
 from lmcache_nvme_backend.store.settings import CLOSE_WAIT_S, STORE_LOCK_WAIT_S, StoreSettings
 from lmcache_nvme_backend.store.upkeep import Upkeep
@@ -67,11 +68,11 @@ class ChunkStore:
         self._calls = threading.Condition()
         self._in_flight = 0
         self._closed = False
-        self._writing: set[ChunkKey] = set()
         self._breaker: Breaker
         self._transfer: Transfer
         self._reader: Reader
         self._writer: Writer
+        self._chunks: Chunks
         self._upkeep: Upkeep | None = None
 
     # --- life
@@ -151,10 +152,13 @@ class ChunkStore:
             layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._transfer,
             self._breaker, self._budget,
         )  # fmt: skip
+        self._chunks = Chunks(
+            layout, namespace, self._account, self._index, self._watcher, self._breaker, self._reader, self._writer
+        )
         for path in (probe_path, description_path):  # gone, unless their removal failed
             self._writer.abandon(path, 0)
         for key, depth, blocks in self._census.doubles:
-            self._remove_file(key, Entry(blocks, depth, None))
+            self._chunks.remove_file(key, Entry(blocks, depth, None))
         self._upkeep = Upkeep(
             layout, namespace, settings, self._account, self._session, self._index, self._evictor, self._writer,
             self._breaker,
@@ -285,33 +289,13 @@ class ChunkStore:
         result, written = PutResult.CLOSED, 0
         if self._enter():
             try:
-                result, written = self._put(key, view, depth, parent, tokens)
+                result, written = self._chunks.put(key, view, depth, parent, tokens)
             finally:
                 self._leave()
         with self._stats_lock:
             self.stats.puts[result] += 1
             self.stats.bytes_written += written
         return result
-
-    def _put(
-        self, key: ChunkKey, view: memoryview, depth: int, parent: ChunkKey | None, tokens: int
-    ) -> tuple[PutResult, int]:
-        if self._breaker.open:
-            return PutResult.ASIDE, 0
-        with self._calls:
-            if key in self._writing:
-                return PutResult.BUSY, 0
-            self._writing.add(key)
-        try:
-            entry = self._index.get(key)
-            if entry is not None:
-                if self._file_is_there(key, entry) and self._index.use(key):
-                    return PutResult.EXISTS, 0
-                self._index.discard(key, entry)
-            return self._writer.write(key, view, depth, parent, tokens)
-        finally:
-            with self._calls:
-                self._writing.discard(key)
 
     def get(self, key: ChunkKey, into: memoryview) -> GetResult:
         """Read a chunk to the start of `into`, which is writable and at least as long as the payload given to `put`;
@@ -326,7 +310,7 @@ class ChunkStore:
         nbytes = 0
         if self._enter():
             try:
-                result, nbytes = self._get(key, view)
+                result, nbytes = self._chunks.get(key, view)
             finally:
                 self._leave()
         with self._stats_lock:
@@ -337,57 +321,12 @@ class ChunkStore:
                 self.stats.misses[result.cause] += 1
         return result
 
-    def _get(self, key: ChunkKey, into: memoryview) -> tuple[GetResult, int]:
-        if self._breaker.open:
-            return Miss(MissCause.ASIDE), 0
-        entry = self._index.get(key)
-        if entry is None:
-            self._watcher.follow((key,))
-            entry = self._index.get(key)
-        if entry is None:
-            return Miss(MissCause.ABSENT), 0
-        outcome = self._reader.read(key, entry, into)
-        if isinstance(outcome.result, Hit):
-            self._index.use(key)
-        elif outcome.result.cause is MissCause.ABSENT:
-            self._index.discard(key, entry)  # another process evicted it
-        elif outcome.result.cause.corrupt:
-            self._index.discard(key, entry)
-            if not self._remove_file(key, entry, outcome.inode) and outcome.inode is not None:
-                path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
-                self._writer.remove_later(path, entry.nbytes, outcome.inode)
-        return outcome.result, outcome.nbytes
-
-    def _file_is_there(self, key: ChunkKey, entry: Entry) -> bool:
-        path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
-        return not recovery.is_gone(path)
-
-    def _remove_file(self, key: ChunkKey, entry: Entry, inode: int | None = None) -> bool:
-        """Remove a chunk's file, if it is still this inode where one is given: a newer file may be good."""
-        path = self._layout.chunk(self.namespace.digest, key, entry.depth, entry.blocks)
-        try:
-            with Removal() as removal, self._account.locked(STORE_LOCK_WAIT_S) as ledger:
-                if inode is not None and osio.lstat(path).st_ino != inode:
-                    return False
-                removed = removal.remove(path)
-                if removed:
-                    ledger.free(entry.nbytes)
-                return bool(removed)
-        except OSError:
-            return False
-
     def remove(self, key: ChunkKey) -> bool:
         """Remove a chunk, pinned or not. False where it was not there, or where it cannot be removed now."""
         if not self._enter():
             return False
         try:
-            entry = self._index.discard(key)
-            if entry is None:
-                return False
-            removed = self._remove_file(key, entry)
-            if not removed and self._file_is_there(key, entry):
-                self._index.add(key, entry.depth, entry.blocks, entry.parent, stored=False)
-            return removed
+            return self._chunks.remove(key)
         finally:
             self._leave()
 

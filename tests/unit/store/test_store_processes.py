@@ -282,7 +282,7 @@ def test_a_bad_file_that_was_replaced_meanwhile_is_not_removed(root):
             assert two.remove(key) or two.match([key])
             two.remove(key)
             put(two, key)
-            assert not one._remove_file(key, entry, bad_inode)
+            assert not one._chunks.remove_file(key, entry, bad_inode)
             assert holds(two, key) and holds(one, key)
         finally:
             os.close(keep)
