@@ -85,10 +85,6 @@ class Ledger:
         self._by_ttl.setdefault(lasts, deque()).append(lease)
         self._fifo.setdefault(server, deque()).append(lease)
 
-    def server_of(self, call_id: str) -> str | None:
-        lease = self._leases.get(call_id)
-        return lease.server if lease is not None else None
-
     def first_token(self, call_id: str, now: float) -> None:
         """The call's answer began: its prefill is done, and so is that of every call the server took before it."""
         lease = self._leases.get(call_id)

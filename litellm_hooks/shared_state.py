@@ -70,7 +70,6 @@ class SharedState:
         self.client, self.own_load, self.on_places, self.on_load = client, own_load, on_places, on_load
         self.worker = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.failures = 0
-        self.exchanges = 0
         self._outbox: deque[Place] = deque(maxlen=10_000)
         self._last_id = "0"
         self._heard_at = 0.0
@@ -120,7 +119,6 @@ class SharedState:
         others = sorted(_text(name) for name in answers[-1] if _text(name) != self.worker)
         await self._read_loads(client, others)
         await self._read_places(client)
-        self.exchanges += 1
         self._heard_at = time.monotonic()
 
     async def _read_loads(self, client: Any, others: list[str]) -> None:

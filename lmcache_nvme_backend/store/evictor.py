@@ -243,7 +243,6 @@ class Evictor:
         if removed:
             ledger.free(nbytes)
             self._stats.evictions += 1
-            self._stats.evicted_bytes += nbytes
         return removed is not False
 
     def _recount(self) -> bool:

@@ -90,7 +90,6 @@ class StoreStats(msgspec.Struct):
     misses: dict[MissCause, int] = msgspec.field(default_factory=lambda: dict.fromkeys(MissCause, 0))
     puts: dict[PutResult, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PutResult, 0))
     evictions: int = 0  # chunks this store removed for room, in any namespace
-    evicted_bytes: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
     snapshots_ignored: int = 0  # damaged, or of something else; the directory was listed instead

@@ -8,7 +8,6 @@ import msgspec
 
 from kvtier.geometry.checkpoint import Checkpoint
 from kvtier.geometry.layers import Layers, count
-from kvtier.units import MIB
 from lmcache_nvme_backend.errors import ConfigError
 
 _MODEL_DTYPES = {"float32": 4.0, "float": 4.0, "float16": 2.0, "half": 2.0, "bfloat16": 2.0, "float8_e4m3fn": 1.0}
@@ -52,9 +51,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     layers: Layers
     dtype: str
     bytes_per_token: int
-    """Layers that keep KV for every token, draft layers left out. 0 where there is no attention."""
-    window_bytes_per_token: int
-    """The sliding layers' part, which is in `bytes_per_token` too: a write-through tier keeps every block."""
+    """Layers that keep KV for every token, draft layers left out. 0 where there is no attention. Sliding layers count
+    in full: a write-through tier keeps every block."""
     draft_layers: int
     """MTP layers the checkpoint brings."""
     draft_bytes_per_token: int
@@ -134,7 +132,6 @@ def _read(checkpoint: Checkpoint, kv_cache_dtype: str, tensor_parallel: int) -> 
         layers=layers,
         dtype=label,
         bytes_per_token=attending * one_layer,
-        window_bytes_per_token=layers.window * one_layer,
         draft_layers=draft_layers,
         draft_bytes_per_token=one_layer,
         state_bytes=layers.state * _state_of_one_layer(config),
@@ -264,8 +261,3 @@ def _need(config: dict[str, Any], key: str, checkpoint: Checkpoint) -> Any:
 
 def _whole(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) and value > 0 else None
-
-
-def describe_state(geometry: Geometry) -> str:
-    """The state of one sequence in words, or an empty string."""
-    return f"{geometry.state_bytes / MIB:.1f} MiB of state a sequence" if geometry.state_bytes else ""

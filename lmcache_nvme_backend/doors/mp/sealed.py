@@ -33,18 +33,13 @@ _MAGIC: Final = b"KVSEAL01"
 SEAL_BYTES: Final = _FIELDS.size + _CHECKSUM_BYTES
 
 
-def seal(sealed: memoryview, key: ChunkKey, namespace: bytes) -> None:
-    """Write the seal to the end of `sealed`, whose other bytes are the payload."""
-    sealed[-SEAL_BYTES:] = seal_of(sealed[:-SEAL_BYTES], key, namespace)
-
-
 def is_whole(sealed: memoryview, key: ChunkKey, namespace: bytes) -> bool:
     """Whether this is what was sealed under that name, every byte of it."""
     return bytes(sealed[-SEAL_BYTES:]) == seal_of(sealed[:-SEAL_BYTES], key, namespace)
 
 
 def seal_of(payload: memoryview, key: ChunkKey, namespace: bytes) -> bytes:
-    """The seal of a payload that lies elsewhere."""
+    """The seal of a payload, to lie right behind it."""
     fields = _FIELDS.pack(_MAGIC, len(payload), key, namespace)
     digest = xxhash.xxh3_128(payload)
     digest.update(fields)

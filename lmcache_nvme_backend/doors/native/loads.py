@@ -116,7 +116,6 @@ class ChunkLoads:
         self._moved_at = 0.0  # when the drive answered last, whatever job: one that waits for its turn does not stall
         self.failed = Counts()
         self.loaded = 0
-        self.seconds = 0.0
 
     def submit(self, job_id: int, keys: Sequence[ChunkKey], chunks: Sequence[ChunkBlocks], mark: Any) -> None:
         """Begin to load; `chunks[i]` says where the bytes of `keys[i]` go."""
@@ -181,7 +180,6 @@ class ChunkLoads:
         for job in done:
             for key in self._pins.pop(job.job_id):
                 self._store.unpin(key)
-            self.seconds += job.seconds
         return done
 
     def wait(self, job_ids: set[int], timeout_s: float) -> None:

@@ -73,7 +73,6 @@ class Transfers:
         self._finished: SimpleQueue[Outcome] = SimpleQueue()
         self.load_failures = Counts()
         self.dropped = Counts()
-        self.load_s = self.store_s = 0.0
         self._threads = [
             threading.Thread(target=self._work, name=f"kvtier-io-{i}", daemon=True, args=(i == 0 and threads > 1,))
             for i in range(threads)
@@ -185,10 +184,6 @@ class Transfers:
             )
         )  # fmt: skip
         with self._lock:
-            if job.is_load:
-                self.load_s += seconds
-            else:
-                self.store_s += seconds
             if entered:
                 if not job.is_load:
                     self._rows_in_flight -= len(job.keys)

@@ -10,7 +10,7 @@ import pytest
 from lmcache_nvme_backend.doors.mp.identity import ModelIdentities, Unproven, digest_of, marked, split_mark
 from lmcache_nvme_backend.doors.mp.params import parse_params
 from lmcache_nvme_backend.doors.mp.prefixes import UNKNOWN_DEPTH, PrefixBook
-from lmcache_nvme_backend.doors.mp.sealed import SEAL_BYTES, is_whole, seal
+from lmcache_nvme_backend.doors.mp.sealed import SEAL_BYTES, is_whole, seal_of
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import digest_fields
 
@@ -79,9 +79,7 @@ NAMESPACE = bytes(range(16))
 
 
 def sealed(payload: bytes, key: str = "k", namespace: bytes = NAMESPACE) -> bytearray:
-    whole = bytearray(payload + bytes(SEAL_BYTES))
-    seal(memoryview(whole), digest_fields(key), namespace)
-    return whole
+    return bytearray(payload + seal_of(memoryview(payload), digest_fields(key), namespace))
 
 
 def test_a_seal_holds_for_its_name_alone():
