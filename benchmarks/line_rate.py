@@ -4,50 +4,31 @@
 
 Every subject but fio is a real `LMCacheEngine` with that one storage backend, in a process of its own; its `store` and
 `retrieve` are what is timed, with the connector's copy from and to a paged KV, until the last byte is on the disk.
-fio writes and reads as many bytes in the same directory with O_DIRECT and the same block size; its line is that of the
-job count (1, 2, 4) with the best median. Rounds alternate between the subjects; all of them bypass the page cache, and
-it is dropped before every load.
+All of them bypass the page cache. How rounds, fio and shares work: `rates.py`.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
-import msgspec
 import typer
-from machine import cpu_seconds, drop_page_cache, machine, peak_growth, resident_bytes, tool_version
+from machine import machine, resident_bytes, tool_version
+from rates import GIB, MIB, Sample, measure, timed
 from rich.console import Console
 from rich.table import Table
-from rows import Row, number, write_json
+from rows import number, write_json
 
-GIB, MIB, GB = 1 << 30, 1 << 20, 1e9
 LAYERS, HEADS, BLOCK_TOKENS, CHUNK_TOKENS = 4, 8, 32, 256
 # Chunks' worth of KV in memory: the context's chunks take turns in it, so that a 4 GiB context needs no 4 GiB of KV.
 POOL_CHUNKS = 5
-JOBS = (1, 2, 4)
 SUBJECTS = ("nvme-backend", "lmcache-local-disk", "lmcache-fs")
 STAGING_MIB = 256
 NO_QUOTA_GIB = 1 << 20
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """One transfer of the whole context. `resident` is the peak above what the process held before it opened."""
-
-    seconds: float
-    cpu_s: float
-    rss_growth: int = 0  # bytes
-    resident: int = 0
 
 
 def lmcache_config(subject: str, directory: Path, nbytes: int) -> dict[str, Any]:
@@ -132,6 +113,8 @@ class LmcacheSubject:
     """One LMCacheEngine with one storage backend."""
 
     def __init__(self, subject: str, directory: Path, chunk_bytes: int, chunks: int) -> None:
+        os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
+        os.environ.setdefault("PYTHONHASHSEED", "0")
         import torch
         from lmcache.v1.cache_engine import LMCacheEngineBuilder
         from lmcache.v1.config import LMCacheEngineConfig
@@ -207,175 +190,6 @@ class LmcacheSubject:
         LMCacheEngineBuilder.destroy(self.engine.config.lmcache_instance_id)
 
 
-def timed(call: Callable[[], object], before_opening: int) -> Sample:
-    began_at = resident_bytes()
-    with peak_growth() as growth:
-        cpu, begin = cpu_seconds(), time.perf_counter()
-        call()
-        seconds, cpu = time.perf_counter() - begin, cpu_seconds() - cpu
-    return Sample(seconds, cpu, growth.nbytes, growth.nbytes + max(0, began_at - before_opening))
-
-
-def serve(pipe: Any, subject: str, directory: Path, chunk_bytes: int, chunks: int) -> None:
-    """The child: `store` and `load` on request, an answer each."""
-    os.environ["LMCACHE_LOG_LEVEL"] = "ERROR"
-    os.environ.setdefault("PYTHONHASHSEED", "0")
-    try:
-        one = LmcacheSubject(subject, directory, chunk_bytes, chunks)
-        pipe.send(None)
-        while (order := pipe.recv()) != "end":
-            pipe.send(one.store() if order == "store" else one.load())
-    except Exception as e:
-        pipe.send(e)
-        raise
-    finally:
-        os._exit(0)  # LMCache's threads need not end in order
-
-
-class Child:
-    """A subject in a process of its own, so that its memory and its CPU time are its own."""
-
-    def __init__(self, subject: str, directory: Path, chunk_bytes: int, chunks: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, other = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(other, subject, directory, chunk_bytes, chunks))
-        self._process.start()
-        other.close()
-        self.subject = subject
-        self._answer()
-
-    def _answer(self) -> Any:
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise RuntimeError(f"{self.subject}: {answer}") from answer
-        return answer
-
-    def ask(self, order: str) -> Sample:
-        self._pipe.send(order)
-        sample: Sample = self._answer()
-        return sample
-
-    def end(self) -> None:
-        try:
-            self._pipe.send("end")
-        except OSError:
-            pass
-        self._process.join(20)
-        self._process.kill()
-        self._process.join()
-
-
-def fio(directory: Path, block: int, nbytes: int, jobs: int, operation: str) -> Sample:
-    """The drive's line: sequential, O_DIRECT, files that the write run leaves for the read run."""
-    size = nbytes // jobs // block * block
-    command = ["fio", "--name=line", f"--directory={directory}", f"--rw={operation}", f"--bs={block}", f"--size={size}"]
-    command += [f"--numjobs={jobs}", "--direct=1", "--ioengine=psync", "--group_reporting", "--output-format=json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=directory)
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    seconds = size * jobs / job[operation]["bw_bytes"]
-    busy = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job[operation]["runtime"] / 1000 * jobs
-    return Sample(seconds * nbytes / (size * jobs), busy)
-
-
-class Figures(msgspec.Struct):
-    """All rounds of one chunk size: samples by (subject, operation), fio's by its job count too."""
-
-    nbytes: int
-    samples: dict[tuple[str, str], list[Sample]] = msgspec.field(default_factory=dict)
-
-    def add(self, subject: str, operation: str, sample: Sample) -> None:
-        self.samples.setdefault((subject, operation), []).append(sample)
-
-    def rates(self, subject: str, operation: str) -> list[float]:
-        """GB/s, a round each."""
-        return [self.nbytes / sample.seconds / GB for sample in self.samples.get((subject, operation), [])]
-
-    def line(self, operation: str) -> str | None:
-        """The fio job count with the best median."""
-        names = [f"fio-{jobs}" for jobs in JOBS if (f"fio-{jobs}", operation) in self.samples]
-        return max(names, key=lambda name: median(self.rates(name, operation)), default=None)
-
-    def rows(self, chunk_bytes: int) -> list[Row]:
-        rows = []
-        for operation in ("store", "load"):
-            line = self.line(operation)
-            peers = [median(rates) for peer in SUBJECTS[1:] if (rates := self.rates(peer, operation))]
-            for subject in (*((line,) if line else ()), *SUBJECTS):
-                rates = self.rates(subject, operation)
-                if not rates:
-                    continue
-                samples = self.samples[subject, operation]
-                rows.append(
-                    Row(
-                        subject="fio" if subject == line else subject,
-                        operation=operation,
-                        size=chunk_bytes,
-                        value=median(rates),
-                        unit="GB/s",
-                        peer_ratio=median(rates) / max(peers) if peers else None,
-                        share_of_fio=self._share(rates, self.rates(line, operation)) if line else None,
-                        rss_growth_mib=None if subject == line else max(s.rss_growth for s in samples) / MIB,
-                        resident_mib=None if subject == line else max(s.resident for s in samples) / MIB,
-                        cpu_s_per_gb=median(s.cpu_s for s in samples) / (self.nbytes / GB),
-                        samples=rates,
-                        note=f"{subject[4:]} jobs" if subject == line else None,
-                    )
-                )
-        return rows
-
-    @staticmethod
-    def _share(rates: list[float], line: list[float]) -> float:
-        """Round by round, since the drive's own speed changes from one to the next."""
-        return median(rate / of for rate, of in zip(rates, line, strict=True))
-
-
-def measure(
-    chunk_mib: int, gib: float, rounds: int, directory: Path, subjects: tuple[str, ...], say: Callable[[str], None]
-) -> list[Row]:
-    chunk_bytes = chunk_mib * MIB
-    chunks = int(gib * GIB) // chunk_bytes
-    figures = Figures(chunks * chunk_bytes)
-    folders = {subject: directory / subject for subject in (*subjects, "fio")}
-    for folder in folders.values():
-        folder.mkdir()
-    children: list[Child] = []
-    try:
-        for subject in subjects:
-            children.append(Child(subject, folders[subject], chunk_bytes, chunks))
-        for number_of_round in range(rounds):
-            say(f"chunks of {chunk_mib} MiB, round {number_of_round + 1} of {rounds} …")
-            turns = [partial(_turn, child, folders[child.subject], figures) for child in children]
-            turns.append(partial(_fio_turn, folders["fio"], chunk_bytes, figures))
-            for i in range(len(turns)):
-                turns[(i + number_of_round) % len(turns)]()
-    finally:
-        for child in children:
-            child.end()
-        for folder in folders.values():
-            shutil.rmtree(folder, ignore_errors=True)
-    return figures.rows(chunk_bytes)
-
-
-def _turn(child: Child, folder: Path, figures: Figures) -> None:
-    figures.add(child.subject, "store", child.ask("store"))
-    drop_page_cache(folder)
-    figures.add(child.subject, "load", child.ask("load"))
-    for path in folder.rglob("*"):
-        if path.is_file() and path.suffix in (".kv", ".pt", ".data"):
-            path.unlink()
-
-
-def _fio_turn(folder: Path, block: int, figures: Figures) -> None:
-    if shutil.which("fio") is None:
-        return
-    for jobs in JOBS:
-        for operation, rw in (("store", "write"), ("load", "read")):
-            drop_page_cache(folder)
-            figures.add(f"fio-{jobs}", operation, fio(folder, block, figures.nbytes, jobs, rw))
-        for path in folder.iterdir():
-            path.unlink()
-
-
 def main(
     directory: Annotated[Path | None, typer.Option(help="On the drive to measure; default: the home folder.")] = None,
     gib: Annotated[float, typer.Option(min=0.05, help="Size of the context.")] = 4,
@@ -386,7 +200,8 @@ def main(
 ) -> None:
     """Load and store at the drive's own line, beside its line and LMCache's own backends."""
     console = Console(width=max(112, Console().width))
-    subjects = SUBJECTS if peers else SUBJECTS[:1]
+    names = SUBJECTS if peers else SUBJECTS[:1]
+    subjects = {name: partial(LmcacheSubject, name) for name in names}
     say = partial(console.print, style="dim")
     with tempfile.TemporaryDirectory(prefix="line-rate-", dir=directory or Path.home()) as folder:
         rows = [

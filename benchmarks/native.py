@@ -10,20 +10,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
-import line_rate
 import typer
 from gaps import others
-from line_rate import GIB, MIB, Figures, Sample, timed
 from machine import machine, resident_bytes, tool_version
+from rates import MIB, Sample, measure, timed
 from rich.console import Console
 from rich.table import Table
 from rows import Row, number, write_json
@@ -36,7 +31,7 @@ STAGING_MIB = 256
 class NativeSubject:
     """One worker of the native door over blocks in memory: the context's chunks take turns in them."""
 
-    def __init__(self, _: str, directory: Path, chunk_bytes: int, chunks: int) -> None:
+    def __init__(self, directory: Path, chunk_bytes: int, chunks: int) -> None:
         import torch
 
         from lmcache_nvme_backend.doors.native.copies import make_copier
@@ -118,76 +113,6 @@ class NativeSubject:
         return sample
 
 
-def serve(pipe: Any, subject: str, directory: Path, chunk_bytes: int, chunks: int) -> None:
-    """The child: `store` and `load` on request, an answer each."""
-    try:
-        one = NativeSubject(subject, directory, chunk_bytes, chunks)
-        pipe.send(None)
-        while (order := pipe.recv()) != "end":
-            pipe.send(one.store() if order == "store" else one.load())
-    except Exception as e:
-        pipe.send(RuntimeError(f"{type(e).__name__}: {e}"))
-        raise
-    finally:
-        os._exit(0)
-
-
-class Child(line_rate.Child):
-    """The same pipe, another subject behind it."""
-
-    def __init__(self, directory: Path, chunk_bytes: int, chunks: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, other = spawn.Pipe()
-        self._process = spawn.Process(target=serve, args=(other, SUBJECT, directory, chunk_bytes, chunks))
-        self._process.start()
-        other.close()
-        self.subject = SUBJECT
-        self._answer()
-
-
-def rates(chunk_mib: int, gib: float, rounds: int, directory: Path, say: Any) -> list[Row]:
-    chunk_bytes = chunk_mib * MIB
-    chunks = int(gib * GIB) // chunk_bytes
-    figures = Figures(chunks * chunk_bytes)
-    folders = {name: directory / name for name in (SUBJECT, "fio")}
-    for folder in folders.values():
-        folder.mkdir()
-    child = Child(folders[SUBJECT], chunk_bytes, chunks)
-    try:
-        for turn in range(rounds):
-            say(f"chunks of {chunk_mib} MiB, round {turn + 1} of {rounds} …")
-            turns = [
-                partial(line_rate._turn, child, folders[SUBJECT], figures),
-                partial(line_rate._fio_turn, folders["fio"], chunk_bytes, figures),
-            ]
-            for one in turns[:: 1 if turn % 2 else -1]:
-                one()
-    finally:
-        child.end()
-        for folder in folders.values():
-            shutil.rmtree(folder, ignore_errors=True)
-    rows = []
-    for operation in ("store", "load"):
-        line = figures.line(operation)
-        for subject in (*((line,) if line else ()), SUBJECT):
-            values, samples = figures.rates(subject, operation), figures.samples[subject, operation]
-            rows.append(
-                Row(
-                    subject="fio" if subject == line else subject,
-                    operation=operation,
-                    size=chunk_bytes,
-                    value=median(values),
-                    unit="GB/s",
-                    share_of_fio=figures._share(values, figures.rates(line, operation)) if line else None,
-                    resident_mib=None if subject == line else max(s.resident for s in samples) / MIB,
-                    cpu_s_per_gb=median(s.cpu_s for s in samples) / (figures.nbytes / 1e9),
-                    samples=values,
-                    note=f"{subject[4:]} jobs" if subject == line else None,
-                )
-            )
-    return rows
-
-
 def main(
     directory: Annotated[Path | None, typer.Option(help="On the drive to measure; default: the home folder.")] = None,
     gib: Annotated[float, typer.Option(min=0.05, help="Size of the context.")] = 2,
@@ -203,7 +128,7 @@ def main(
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="native-", dir=directory or Path.home()) as folder:
         for size in chunks.split(",") if rate else ():
-            rows += rates(int(size), gib, rounds, Path(folder), say)
+            rows += measure(int(size), gib, rounds, Path(folder), {SUBJECT: NativeSubject}, say)
         if engine:
             (Path(folder) / "engine").mkdir()
             rows += others(SUBJECT, rounds, Path(folder) / "engine", say)
