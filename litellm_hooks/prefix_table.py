@@ -74,7 +74,7 @@ class PrefixTable:
         if holder is None:
             holder = self._holders[name] = _Holder(name)
         entries = self._entries
-        alone = (holder,)
+        alone: tuple[_Holder, ...] = (holder,)
         seen: tuple[_Holder, ...] = ()
         moved = alone
         for index in range(len(prefix.keys) - 1, prefix.root - 1, -1):
