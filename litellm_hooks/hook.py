@@ -168,6 +168,8 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         except Exception as error:
             self._trouble("leave", error)
         isolated = self.settings.isolate_by != "none"
+        if isolated and tenants.cannot_be_marked(call_type) and tenants.is_vllm(kwargs):
+            raise seams.refusal(kwargs.get("model"))  # a passthrough has not come by async_pre_call_hook
         return tenants.adapt_to_deployment(kwargs, call_type, replica.lora if replica else None, isolated)
 
     async def async_post_call_streaming_iterator_hook(

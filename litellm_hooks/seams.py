@@ -123,13 +123,18 @@ async def passes_checks(
 
 
 def refuse_vllm(router: Any | None, group: object) -> None:
-    """Raises what the proxy answers with 400 where a vLLM serves `group`: its cache could not be kept apart."""
-    from fastapi import HTTPException
-
+    """Raises `refusal` where a vLLM serves `group`: its cache could not be kept apart."""
     served = router.get_model_list(model_name=group) if router is not None and isinstance(group, str) else None
     if any(is_vllm(section(deployment, "litellm_params")) for deployment in served or []):
-        why = f"isolate_by: this endpoint cannot carry the caller's tenant to {group}; use /v1/chat/completions"
-        raise HTTPException(status_code=400, detail={"error": why})
+        raise refusal(group)
+
+
+def refusal(group: object) -> Exception:
+    """What the proxy answers with 400."""
+    from fastapi import HTTPException
+
+    why = f"isolate_by: this endpoint cannot carry the caller's tenant to {group}; use /v1/chat/completions"
+    return HTTPException(status_code=400, detail={"error": why})
 
 
 def response_origin(response_id: object) -> tuple[str | None, str | None]:

@@ -218,13 +218,23 @@ def test_fallback_of_the_client_is_still_the_clients(rig: Rig, path: str, limit:
     assert len({body["cache_salt"] for body in sent}) == 1
 
 
-@pytest.mark.parametrize("action", ["generateContent", "streamGenerateContent"])
-def test_endpoint_that_cannot_carry_the_tenant_is_refused(rig: Rig, action: str) -> None:
-    """LiteLLM hands no field of a Gemini request on to vLLM: its prompt would lie in a cache that all such requests
-    share."""
-    body = {"contents": [{"role": "user", "parts": [{"text": "unmarked"}]}], **FORGED}
-    answer = rig.post(f"/v1beta/models/coder:{action}", body)
-    assert answer.status_code == 400
+GEMINI = {"contents": [{"role": "user", "parts": [{"text": "unmarked"}]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1beta/models/coder:generateContent", GEMINI),
+        ("/v1beta/models/coder:streamGenerateContent", GEMINI),
+        ("/v1beta/interactions", {"input": "unmarked"}),
+        ("/vllm/chat/completions", {"messages": [{"role": "user", "content": "unmarked"}]}),
+    ],
+)
+def test_endpoint_that_cannot_carry_the_tenant_is_refused(rig: Rig, path: str, body: dict[str, Any]) -> None:
+    """LiteLLM hands no field of these on to vLLM, or all of them as they are: a prompt would lie in a cache that such
+    requests share, or in the one that the client names."""
+    answer = rig.post(path, {**body, **FORGED})
+    assert answer.status_code == 400, answer.text[:500]
     assert "isolate_by" in answer.text
     assert not rig.bodies("unmarked")
 
