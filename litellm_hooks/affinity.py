@@ -119,6 +119,11 @@ class Affinity:
             self.ledger.take(call.call_id, decision.chosen, uncached, now, ttl_s=PENDING_S)
         return decision
 
+    def unplaced(self, call: Call) -> None:
+        """None of the places that were chosen will do; the call goes where LiteLLM sends it."""
+        with self.lock:
+            self.ledger.release(call.call_id)
+
     def pinned(self, call: Call, replica: Replica, reason: str) -> None:
         """The call goes to `replica` whatever its prefix says."""
         with self.lock:
@@ -156,8 +161,9 @@ class Affinity:
         """The call is over, however it ended. Safe to repeat."""
         with self.lock:
             call = self.calls.get(call_id)
-            if call is not None and aborted:
-                call.aborted = True
+            if call is not None:
+                call.ended = True
+                call.aborted = call.aborted or aborted
             self.ledger.release(call_id)
 
     def failed(self, call: Call, deployment_id: str, server_gone: bool) -> None:

@@ -30,6 +30,8 @@ class Call(msgspec.Struct):
     left: bool = False
     """The current attempt has been sent."""
     aborted: bool = False
+    ended: bool = False
+    """It is over. What comes under its id from now on is another request: a client may choose the id."""
 
 
 class Calls:
@@ -54,15 +56,17 @@ class Calls:
                     return found
         return None
 
-    def drop(self, call_id: str) -> None:
-        self._calls.pop(call_id, None)
-
-    def begin(self, call_id: str, group: str) -> Call:
-        """The call's record; a fallback to another group starts a new one with the same failures."""
+    def begin(self, call_id: str, group: str, again: bool) -> Call:
+        """The call's record, for an attempt after one that failed: by LiteLLM's record (`again`), or by this one's. A
+        fallback to another group starts a new one with the same failures, and so does what is no such attempt, with
+        none."""
         call = self._calls.get(call_id)
+        if call is not None and not again and (call.ended or not call.failed):
+            call = None
         if call is None or call.group != group:
             failed = call.failed if call is not None else set()
             call = self._calls[call_id] = Call(call_id, group, failed=failed)
+            self._calls.move_to_end(call_id)
             while len(self._calls) > self.limit:
                 self._calls.popitem(last=False)
         return call

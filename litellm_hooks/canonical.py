@@ -8,11 +8,11 @@ is reordered, and the request itself is never touched.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
-Piece = str | bytes
+Piece = str
 """One span of prompt content. Text stays the object the request holds, so that naming it copies nothing."""
 
 BILLING_LINE = "x-anthropic-billing-header:"
@@ -42,13 +42,18 @@ def size_of(piece: Piece) -> int:
     return MEDIA_CHARS if type(piece) is Media else len(piece)
 
 
-def encoded(value: object) -> bytes:
+def encoded(value: object) -> str:
     """JSON of any value, in the order it has; a value too deep or too odd for JSON counts as its kind and length."""
     try:
-        return _encoder.encode(value)
+        return _encoder.encode(value).decode()
     except (RecursionError, ValueError, TypeError, OverflowError):
         size = len(value) if isinstance(value, list | dict | tuple | str) else 0
-        return f"{type(value).__name__}/{size}".encode()
+        return f"{type(value).__name__}/{size}"
+
+
+def _is_mapping(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """A first turn asks this of thousands of blocks, nearly all of them plain dicts, and asking an ABC is slow."""
+    return type(value) is dict or isinstance(value, Mapping)
 
 
 def without_billing_line(text: str) -> str:
@@ -90,26 +95,32 @@ def _block_pieces(block: object, out: list[Piece], depth: int) -> None:
         if block:
             out.append(block)
         return
-    if not isinstance(block, Mapping):
+    if not _is_mapping(block):
         out.append(encoded(block))
         return
     kind = block.get("type")
-    if kind in _TEXT_TYPES or kind is None:
+    if kind == "text" and type(text := block.get("text")) is str:
+        if text:
+            out.append(text)
+        return
+    if kind is None or (type(kind) is str and kind in _TEXT_TYPES):
         text = block.get("text", block.get("thinking"))
         if isinstance(text, str):
             if text:
                 out.append(text)
             return
-    media = _media_piece(block)
-    if media is not None:
-        out.append(str(kind))
-        out.append(media)
-        return
     if kind == "tool_result" and depth < 4:
         out.append(str(block.get("tool_use_id")))
         content_pieces(block.get("content"), out, depth + 1)
         return
-    out.append(encoded({key: value for key, value in block.items() if key != "cache_control"}))
+    media = None if kind == "tool_use" else _media_piece(block)
+    if media is not None:
+        out.append(str(kind))
+        out.append(media)
+        return
+    if "cache_control" in block:
+        block = {key: value for key, value in block.items() if key != "cache_control"}
+    out.append(encoded(block))
 
 
 def content_pieces(content: object, out: list[Piece], depth: int = 0) -> None:
@@ -119,8 +130,8 @@ def content_pieces(content: object, out: list[Piece], depth: int = 0) -> None:
     if isinstance(content, str):
         if content:
             out.append(content)
-    elif isinstance(content, Sequence) and not isinstance(content, bytes | bytearray):
-        if content and all(isinstance(item, int) for item in content[:4]):
+    elif type(content) is list or (isinstance(content, Sequence) and not isinstance(content, bytes | bytearray)):
+        if content and isinstance(content[0], int) and all(isinstance(item, int) for item in content[1:4]):
             out.append(encoded(content))  # token ids of a completion
             return
         for block in content:
@@ -133,13 +144,14 @@ def message_pieces(message: object) -> list[Piece]:
     """The pieces of one message or Responses item, its role first."""
     if isinstance(message, str):
         return ["user", message]
-    if not isinstance(message, Mapping):
+    if not _is_mapping(message):
         dump = getattr(message, "model_dump", None)
         plain = dump(exclude_none=True) if callable(dump) else None
         if not isinstance(plain, Mapping):
             return ["?", encoded(message)]
         message = plain
-    out: list[Piece] = [str(message.get("role", message.get("type", "?")))]
+    role = message.get("role")
+    out: list[Piece] = [role if type(role) is str else str(message.get("role", message.get("type", "?")))]
     content_pieces(message.get("content"), out)
     for key, value in message.items():
         if key in _PLAIN_FIELDS or value is None or (key == "type" and value == "message"):

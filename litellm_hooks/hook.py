@@ -56,7 +56,11 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         A failure here is not swallowed where tenants are isolated: an answer from another tenant's cache would be
         worse than none.
         """
-        if not isinstance(data, dict) or not tenants.is_generation(call_type):
+        if not isinstance(data, dict):
+            return data
+        if self.settings.isolate_by != "none" and tenants.cannot_be_marked(call_type):
+            seams.refuse_vllm(self._router or seams.running_router(), data.get("model"))
+        if not tenants.is_generation(call_type):
             return data
         tenants.isolate(data, call_type, tenants.tenant_of(self.settings.isolate_by, user_api_key_dict))
         if self.settings.strip_billing_header:
@@ -94,9 +98,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
             # Without the proxy the router makes the call id later. A trace may go on over several calls.
             self._anonymous += 1
             call_id = str(request.get("litellm_trace_id") or f"anonymous-{self._anonymous}")
-            if not failed_in(request):
-                affinity.calls.drop(call_id)
-        call = affinity.calls.begin(call_id, group)
+        call = affinity.calls.begin(call_id, group, again=bool(failed_in(request)))
         router = self._router or seams.running_router()
         allowed = await seams.tagged(router, group, deployments, request)
         if allowed is None:
@@ -128,7 +130,7 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
                 self._log_decision(call, len(kept), began)
                 return [deployment]
             del kept[place]
-        affinity.ended(call_id)
+        affinity.unplaced(call)
         self._unclear(call, "checks")
         return None
 
@@ -166,6 +168,8 @@ class PrefixAffinity(CustomLogger):  # type: ignore[misc]
         except Exception as error:
             self._trouble("leave", error)
         isolated = self.settings.isolate_by != "none"
+        if isolated and tenants.cannot_be_marked(call_type) and tenants.is_vllm(kwargs):
+            raise seams.refusal(kwargs.get("model"))  # a passthrough has not come by async_pre_call_hook
         return tenants.adapt_to_deployment(kwargs, call_type, replica.lora if replica else None, isolated)
 
     async def async_post_call_streaming_iterator_hook(

@@ -11,11 +11,13 @@ import msgspec
 import xxhash
 
 from litellm_hooks.canonical import (
+    MEDIA_CHARS,
+    Media,
     Piece,
+    encoded,
     first_user,
     head_pieces,
     message_pieces,
-    role_of,
     size_of,
     without_billing_line,
 )
@@ -67,8 +69,11 @@ class Prefix(msgspec.Struct, frozen=True):
 NO_PREFIX = Prefix([], [], 0, 0)
 
 
-def _bytes_of(piece: Piece) -> bytes:
-    return piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogatepass")
+def _bytes_of(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair
+        return text.encode("utf-8", "surrogatepass")
 
 
 def _digest(piece: Piece) -> bytes:
@@ -83,13 +88,12 @@ def _digest(piece: Piece) -> bytes:
 
 def _samples(piece: Piece) -> bytes:
     middle = len(piece) // 2
-    spans = (piece[:128], piece[middle : middle + 128], piece[-128:])
-    drawn = b"".join(spans) if isinstance(piece, bytes) else _bytes_of("".join(spans))  # type: ignore[arg-type]
-    return drawn + len(piece).to_bytes(8, "little")
+    drawn = "".join((piece[:128], piece[middle : middle + 128], piece[-128:]))
+    return _bytes_of(drawn) + len(piece).to_bytes(8, "little")
 
 
-def _is_big(piece: Piece) -> bool:
-    return len(piece) > (BIG_PIECE if isinstance(piece, bytes) or piece.isascii() else BIG_WIDE_PIECE)
+def _is_big(text: str) -> bool:
+    return len(text) > (BIG_PIECE if text.isascii() else BIG_WIDE_PIECE)
 
 
 def _joined(pieces: Sequence[Piece], exact: bool) -> bytes:
@@ -99,18 +103,58 @@ def _joined(pieces: Sequence[Piece], exact: bool) -> bytes:
     )
 
 
+def _flat(message: object) -> str | None:
+    """A message of one of the three usual forms (a text, a tool's result, tool calls) as its pieces joined, where none
+    of them is big; None for any other, which `_read` takes apart."""
+    if type(message) is not dict:
+        return None
+    role, content = message.get("role"), message.get("content")
+    if type(role) is not str or role == "system":
+        return None
+    if type(content) is str and content:
+        if _is_big(content):
+            return None
+        text = f"{role}\x1f{content}"
+    elif "content" in message and (content is None or content == ""):
+        text = role
+    else:
+        return None
+    if len(message) == 2:
+        return text
+    if len(message) != 3:
+        return None
+    other = message.get("tool_call_id")
+    if type(other) is str:
+        return None if _is_big(other) else f"{text}\x1ftool_call_id\x1f{other}"
+    calls = message.get("tool_calls")
+    if type(calls) is list:
+        other = encoded(calls)
+        return None if _is_big(other) else f"{text}\x1ftool_calls\x1f{other}"
+    return None
+
+
+def _read(message: object) -> tuple[list[Piece], int, bytes | None]:
+    """The message's pieces, the characters it counts as, and its bytes where so few can hold no big piece."""
+    pieces = _pieces_of(message)
+    chars = len(pieces) - 1
+    other = 0
+    for piece in pieces:
+        chars += len(piece)
+        if type(piece) is Media:
+            other += MEDIA_CHARS - len(piece)
+    if chars > BIG_PIECE:
+        return pieces, chars + other, None
+    text = "\x1f".join(pieces)
+    return pieces, chars + other, _bytes_of(text) if chars <= BIG_WIDE_PIECE or text.isascii() else None
+
+
 def _recognition(message: object) -> int:
     """A print by which a message is known again; the digest of all its bytes where no piece of it is big."""
-    if type(message) is dict and len(message) == 2:  # the usual message, by the bytes `_joined` would make of it
-        role, content = message.get("role"), message.get("content")
-        if type(content) is str and type(role) is str and content and role != "system":
-            try:
-                if _is_big(content):
-                    return xxhash.xxh3_64_intdigest(f"{role}\x1f".encode() + _samples(content))
-                return xxhash.xxh3_64_intdigest(f"{role}\x1f{content}".encode())
-            except UnicodeEncodeError:
-                pass
-    return xxhash.xxh3_64_intdigest(_joined(_pieces_of(message), exact=False))
+    text = _flat(message)
+    if text is not None:
+        return xxhash.xxh3_64_intdigest(_bytes_of(text))
+    pieces, _, whole = _read(message)
+    return xxhash.xxh3_64_intdigest(_joined(pieces, exact=False) if whole is None else whole)
 
 
 class _Trail(msgspec.Struct):
@@ -122,6 +166,39 @@ class _Trail(msgspec.Struct):
     ends: array[int]
     settled: int
     settled_hash: xxhash.xxh3_64
+
+    @classmethod
+    def up_to(cls, count: int, old: _Trail | None) -> _Trail:
+        """A trail of the first `count` messages of `old`, nothing of it settled yet."""
+        if old is None:
+            return cls(array("Q"), array("Q"), array("Q"), 0, xxhash.xxh3_64())
+        return cls(old.prints[:count], old.keys[:count], old.ends[:count], 0, xxhash.xxh3_64())
+
+    def extend(self, messages: Sequence[object], seed: int, head: int) -> None:
+        """Goes on with `messages`, each hashed whole. A first turn may bring thousands of them, and the proxy's loop
+        stands still meanwhile: two hashes a message, and as few steps in Python as will do."""
+        digest = xxhash.xxh3_64_intdigest
+        key, end = (self.keys[-1], self.ends[-1]) if self.keys else (seed, head)
+        prints: list[int] = []
+        keys: list[int] = []
+        ends: list[int] = []
+        for message in messages:
+            text = _flat(message)
+            if text is not None:
+                end += len(text)
+                known_by = exact = _bytes_of(text)
+            else:
+                pieces, size, whole = _read(message)
+                end += size
+                known_by = whole or _joined(pieces, exact=False)
+                exact = whole or _joined(pieces, exact=True)
+            prints.append(digest(known_by))
+            key = digest(exact, key)
+            keys.append(key)
+            ends.append(end)
+        self.prints.extend(prints)
+        self.keys.extend(keys)
+        self.ends.extend(ends)
 
 
 class SessionMemory:
@@ -137,48 +214,33 @@ class SessionMemory:
         self.messages = 0
         self.reused = 0
         self.hashed = 0
-        self._trails: OrderedDict[tuple[int, int], _Trail] = OrderedDict()
+        self._trails: OrderedDict[tuple[int, ...], _Trail] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._trails)
 
     def chain(self, seed: int, head: int, messages: Sequence[object], root: int) -> tuple[list[int], list[int]]:
         """Keys and ends of `messages` after a head of `head` characters that hashed to `seed`."""
-        name = (seed, _recognition(messages[root]))
-        trail = self._trails.get(name)
-        running = _still_settled(messages, trail) if trail is not None else None
-        sure = trail.settled if trail is not None and running is not None else 0
-        prints = trail.prints[:sure] if trail is not None else array("Q")
-        prints.extend(map(_recognition, messages[sure:] if sure else messages))
-        known = 0
-        if trail is not None:
-            limit = min(len(prints), len(trail.prints))
-            if prints[:limit] == trail.prints[:limit]:
-                known = limit
-            else:
-                known = sure
-                while prints[known] == trail.prints[known]:
-                    known += 1
-        keys = trail.keys[:known] if trail is not None else array("Q")
-        ends = trail.ends[:known] if trail is not None else array("Q")
-        key, end = (keys[-1], ends[-1]) if known else (seed, head)
-        for index in range(known, len(messages)):
-            pieces = _pieces_of(messages[index])
-            exact = prints[index]
-            if any(map(_is_big, pieces)):
-                exact = xxhash.xxh3_64_intdigest(_joined(pieces, exact=True))
-            key = xxhash.xxh3_64_intdigest(exact.to_bytes(8, "little"), seed=key)
-            end += sum(map(size_of, pieces))
-            keys.append(key)
-            ends.append(end)
+        # Sessions that begin with the same question differ in its answer.
+        name = (seed, *map(_recognition, messages[root : root + 2]))
+        old = self._trails.get(name)
+        running = _still_settled(messages, old) if old is not None else None
+        sure = known = old.settled if old is not None and running is not None else 0
+        if old is not None:
+            limit = min(len(messages), len(old.prints))
+            while known < limit and old.prints[known] == _recognition(messages[known]):
+                known += 1
+        trail = _Trail.up_to(known, old)
+        trail.extend(messages[known:] if known else messages, seed, head)
         self.reused += known
         self.hashed += len(messages) - known
         # The first turn of a session is seen once, and nothing of it is known: what costs it time must wait.
-        settled = _settle(messages, end - head, sure, running) if trail is not None else (0, xxhash.xxh3_64())
-        self._remember(name, _Trail(prints, keys, ends, *settled))
-        return keys.tolist(), ends.tolist()
+        if old is not None:
+            trail.settled, trail.settled_hash = _settle(messages, trail.ends[-1] - head, sure, running)
+        self._remember(name, trail)
+        return trail.keys.tolist(), trail.ends.tolist()
 
-    def _remember(self, name: tuple[int, int], trail: _Trail) -> None:
+    def _remember(self, name: tuple[int, ...], trail: _Trail) -> None:
         old = self._trails.pop(name, None)
         self.messages += len(trail.keys) - (len(old.keys) if old is not None else 0)
         self._trails[name] = trail
@@ -219,7 +281,7 @@ def _settle(
 
 def _pieces_of(message: object) -> list[Piece]:
     pieces = message_pieces(message)
-    if role_of(message) == "system" and len(pieces) > 1 and isinstance(pieces[1], str):
+    if pieces[0] == "system" and len(pieces) > 1:
         pieces[1] = without_billing_line(pieces[1])
     return pieces
 

@@ -74,7 +74,9 @@ class PrefixTable:
         if holder is None:
             holder = self._holders[name] = _Holder(name)
         entries = self._entries
-        alone = (holder,)
+        alone: tuple[_Holder, ...] = (holder,)
+        seen: tuple[_Holder, ...] = ()
+        moved = alone
         for index in range(len(prefix.keys) - 1, prefix.root - 1, -1):
             key = prefix.keys[index]
             holders = entries.get(key)
@@ -82,8 +84,11 @@ class PrefixTable:
                 entries[key] = alone
                 continue
             if holders[0] is not holder:
-                others = [other for other in holders if other is not holder and other.alive]
-                entries[key] = (holder, *others[: HOLDERS_A_PREFIX - 1])
+                if holders is not seen:  # thousands of keys of a session have one tuple
+                    seen = holders
+                    others = [other for other in holders if other is not holder and other.alive]
+                    moved = (holder, *others[: HOLDERS_A_PREFIX - 1])
+                entries[key] = moved
             entries.move_to_end(key)
         while len(entries) > self.limit:
             entries.popitem(last=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 import httpx
@@ -44,6 +45,8 @@ def parse_metrics(text: str) -> Reading:
         try:
             value = float(line.rpartition(" ")[2])
         except ValueError:
+            continue
+        if not math.isfinite(value):
             continue
         found[name] = max(found.get(name, 0.0), value) if name == "kv_usage" else found.get(name, 0.0) + value
     return Reading(**found)

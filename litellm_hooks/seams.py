@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from litellm_hooks.replica import Deployment, section
+from litellm_hooks.tenants import is_vllm
 
 _CHARS_A_TOKEN_AT_LEAST = 0.66
 """No tokenizer in use spends more than three tokens on two characters of running text."""
@@ -119,6 +120,21 @@ async def passes_checks(
         return True
     except Exception:
         return False
+
+
+def refuse_vllm(router: Any | None, group: object) -> None:
+    """Raises `refusal` where a vLLM serves `group`: its cache could not be kept apart."""
+    served = router.get_model_list(model_name=group) if router is not None and isinstance(group, str) else None
+    if any(is_vllm(section(deployment, "litellm_params")) for deployment in served or []):
+        raise refusal(group)
+
+
+def refusal(group: object) -> Exception:
+    """What the proxy answers with 400."""
+    from fastapi import HTTPException
+
+    why = f"isolate_by: this endpoint cannot carry the caller's tenant to {group}; use /v1/chat/completions"
+    return HTTPException(status_code=400, detail={"error": why})
 
 
 def response_origin(response_id: object) -> tuple[str | None, str | None]:

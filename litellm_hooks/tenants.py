@@ -20,6 +20,12 @@ _GENERATION = frozenset(
      "anthropic_messages", "aanthropic_messages"}
 )  # fmt: skip
 
+_UNMARKED = frozenset(
+    {"generate_content", "agenerate_content", "agenerate_content_stream", "create_interaction", "acreate_interaction",
+     "acompact_responses", "_aresponses_websocket", "_arealtime", "adecisions", "asystemone", "allm_passthrough_route"}
+)  # fmt: skip
+_FALLBACKS = ("fallbacks", "context_window_fallbacks", "content_policy_fallbacks")
+
 
 def tenant_of(isolate_by: IsolateBy, user: Any) -> str | None:
     """The tenant of an authenticated caller (LiteLLM's UserAPIKeyAuth): 32 hex digits, None where nothing is isolated.
@@ -38,6 +44,11 @@ def tenant_of(isolate_by: IsolateBy, user: Any) -> str | None:
 
 def is_generation(call_type: object) -> bool:
     return str(getattr(call_type, "value", call_type)) in _GENERATION
+
+
+def cannot_be_marked(call_type: object) -> bool:
+    """Whether a call of this type makes a model read a prompt, and LiteLLM hands on no field that would tell whose."""
+    return str(getattr(call_type, "value", call_type)) in _UNMARKED
 
 
 def _place(data: MutableMapping[str, Any], responses: bool) -> MutableMapping[str, Any]:
@@ -77,8 +88,16 @@ def drop_client_values(data: MutableMapping[str, Any], isolated: bool) -> None:
 
 
 def isolate(data: MutableMapping[str, Any], call_type: object, tenant: str | None) -> None:
-    """Puts the tenant into the request, over whatever the client said. Changes `data` in place."""
+    """Puts the tenant into the request, over whatever the client said, and into what the client wants sent in its
+    place where it fails. Changes `data` in place."""
     drop_client_values(data, isolated=tenant is not None)
+    override = data.get("router_settings_override")
+    if isinstance(override, Mapping):
+        data["router_settings_override"] = override = dict(override)
+    for holder in (data, override) if isinstance(override, dict) else (data,):
+        for field in _FALLBACKS:
+            if isinstance(holder.get(field), list):
+                holder[field] = [_isolated_fallback(target, call_type, tenant) for target in holder[field]]
     if tenant is None:
         return
     place = _place(data, str(getattr(call_type, "value", call_type)) in ("responses", "aresponses"))
@@ -86,12 +105,27 @@ def isolate(data: MutableMapping[str, Any], call_type: object, tenant: str | Non
     place["kv_transfer_params"] = {TENANT_TAG: tenant}
 
 
+def _isolated_fallback(target: object, call_type: object, tenant: str | None) -> object:
+    """A fallback is a name, a mapping of groups to lists of them, or parameters that LiteLLM lays over the request's
+    own, the tenant's included."""
+    if not isinstance(target, Mapping) or not target:
+        return target
+    if all(isinstance(value, list) for value in target.values()):
+        return {
+            group: [_isolated_fallback(inner, call_type, tenant) for inner in targets]
+            for group, targets in target.items()
+        }
+    changed = dict(target)
+    isolate(changed, call_type, tenant)
+    return changed
+
+
 def adapt_to_deployment(
     kwargs: Mapping[str, Any], call_type: object, lora: str | None, isolated: bool
 ) -> dict[str, Any] | None:
     """The request as the picked deployment needs it, None where it is right already: a LoRA's name as a tag of its
     own, and neither tag nor salt for a provider that is no vLLM and would refuse them."""
-    vllm = _is_vllm(kwargs)
+    vllm = is_vllm(kwargs)
     if vllm and lora is not None:
         changed = dict(kwargs)
         place = _place(changed, str(getattr(call_type, "value", call_type)) in ("responses", "aresponses"))
@@ -107,7 +141,8 @@ def adapt_to_deployment(
     return None
 
 
-def _is_vllm(kwargs: Mapping[str, Any]) -> bool:
+def is_vllm(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a deployment's parameters, or a call's, lead to a vLLM or something that may be one."""
     provider = kwargs.get("custom_llm_provider")
     if not provider:
         head, slash, _ = str(kwargs.get("model", "")).partition("/")

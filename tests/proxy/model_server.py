@@ -4,8 +4,9 @@ It keeps a bounded LRU of *blocks* (64 characters of the rendered prompt, chaine
 vLLM's own prefix cache), answers `cached_tokens` the way vLLM does with `--enable-prompt-tokens-details`, spends time
 in proportion to the uncached part, and serves `/metrics` under vLLM's names. With `--tier FILE` the block keys outlive
 the process, as an NVMe tier does. `GET /_requests` returns every body it was sent and `GET /_state` what runs now;
-`POST /_fail?times=N` lets the next requests fail, `POST /_hold` none ever get its first token, and `POST /_wipe`
-forgets all.
+`POST /_fail?times=N` lets the next requests fail, `POST /_hold` none ever get its first token, `POST /_wipe` forgets
+all, and `POST /_gauges?running=1&waiting=2&usage=0.5` puts these into `/metrics` (`?hang=1`: no answer; nothing: the
+truth again).
 
     python model_server.py --port 8001 --name a
 """
@@ -63,6 +64,7 @@ class Replica:
         self.running = self.waiting = 0
         self.engine = asyncio.Lock()
         self.failing = 0
+        self.gauges: dict[str, str] = {}
         self.answering = asyncio.Event()  # cleared: prefill never ends
         self.answering.set()
         if tier is not None and tier.exists():
@@ -292,10 +294,13 @@ def build(replica: Replica) -> Starlette:
 
     async def metrics(_request: Request) -> Response:
         labels = f'{{engine="0",model_name="{replica.name}"}}'
+        told = replica.gauges
+        if "hang" in told:
+            await asyncio.sleep(3600)
         return PlainTextResponse(
-            f"vllm:num_requests_running{labels} {float(replica.running)}\n"
-            f"vllm:num_requests_waiting{labels} {float(replica.waiting)}\n"
-            f"vllm:kv_cache_usage_perc{labels} {len(replica.cache) / replica.blocks}\n"
+            f"vllm:num_requests_running{labels} {told.get('running', float(replica.running))}\n"
+            f"vllm:num_requests_waiting{labels} {told.get('waiting', float(replica.waiting))}\n"
+            f"vllm:kv_cache_usage_perc{labels} {told.get('usage', len(replica.cache) / replica.blocks)}\n"
             f"process_start_time_seconds {STARTED}\n"
         )
 
@@ -325,6 +330,10 @@ def build(replica: Replica) -> Starlette:
         replica.answering.clear()
         return PlainTextResponse("ok")
 
+    async def gauges(request: Request) -> Response:
+        replica.gauges = dict(request.query_params)
+        return PlainTextResponse("ok")
+
     async def wipe(_request: Request) -> Response:
         replica.cache.clear()
         replica.answers.clear()
@@ -349,6 +358,7 @@ def build(replica: Replica) -> Starlette:
             Route("/_state", state),
             Route("/_fail", fail, methods=["POST"]),
             Route("/_hold", hold, methods=["POST"]),
+            Route("/_gauges", gauges, methods=["POST"]),
             Route("/_wipe", wipe, methods=["POST"]),
         ]
     )

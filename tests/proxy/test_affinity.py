@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from .conftest import KEY, ModelServer, Proxy, example, model_servers, running_proxy, session, wait_for
+from .formats import chat, claude_code, completions, messages, responses
 
 # Three turns of one session, as it sent them; every word is replaced, every text cut.
 CLAUDE_CODE = Path(__file__).with_name("fixtures") / "claude-code-2.1.332.json"
@@ -82,36 +83,6 @@ def test_turns_stay_and_hit_the_cache(rig: Rig) -> None:
     assert set(homes.values()) == {"coder-1", "coder-2"}
 
 
-def chat(rig: Rig, text: str, turns: int, stream: bool) -> None:
-    messages: Any = session(text, turns)
-    answer = rig.openai.chat.completions.create(model="coder", messages=messages, stream=stream)
-    if stream:
-        assert list(answer)
-
-
-def completions(rig: Rig, text: str, turns: int, stream: bool) -> None:
-    prompt = "\n".join(message["content"] for message in session(text, turns)[1:])
-    answer = rig.openai.completions.create(model="coder", prompt=prompt, stream=stream)
-    if stream:
-        assert list(answer)
-
-
-def responses(rig: Rig, text: str, turns: int, stream: bool) -> None:
-    items: Any = session(text, turns)[1:]
-    answer = rig.openai.responses.create(model="coder", instructions="Be brief.", input=items, stream=stream)
-    if stream:
-        assert list(answer)
-
-
-def messages(rig: Rig, text: str, turns: int, stream: bool) -> None:
-    body: Any = {"model": "coder", "max_tokens": 8, "system": "Be brief.", "messages": session(text, turns)[1:]}
-    if stream:
-        with rig.anthropic.messages.stream(**body) as events:
-            assert events.get_final_text()
-    else:
-        assert rig.anthropic.messages.create(**body).content
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("endpoint", [chat, completions, responses, messages])
 def test_every_endpoint_has_affinity(rig: Rig, endpoint: Any, stream: bool) -> None:
@@ -124,13 +95,20 @@ def test_every_endpoint_has_affinity(rig: Rig, endpoint: Any, stream: bool) -> N
         assert counts == [0, 3]
 
 
-def test_previous_response_goes_back_to_its_replica(rig: Rig) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_previous_response_goes_back_to_its_replica(rig: Rig, stream: bool) -> None:
     """/v1/responses goes on at the replica that stored the response named by previous_response_id."""
+
+    def respond(text: str, **more: Any) -> str:
+        answer: Any = rig.openai.responses.create(model="coder", input=text, stream=stream, **more)
+        last = list(answer)[-1].response if stream else answer
+        return str(last.id)
+
     homes = set()
-    for number in range(6):
-        marker = f"previous-{number}"
-        first = rig.openai.responses.create(model="coder", input=f"session {marker} begins")
-        rig.openai.responses.create(model="coder", input=f"session {marker} goes on", previous_response_id=first.id)
+    for number in range(8):
+        marker = f"previous-{stream}-{number}"
+        first = respond(f"session {marker} begins")
+        respond(f"session {marker} goes on", previous_response_id=first)
         (home,) = [name for name, paths in rig.paths(f"session {marker} ").items() if paths]
         assert len(rig.paths(f"session {marker} ")[home]) == 2
         homes.add(home)
@@ -142,44 +120,6 @@ def test_count_tokens_is_answered(rig: Rig) -> None:
     counted = rig.anthropic.messages.count_tokens(model="coder", messages=[{"role": "user", "content": "hello " * 50}])
     assert counted.input_tokens > 0
     wait_for(lambda: rig.in_flight() == 0, seconds=10)
-
-
-def claude_code(turns: int, cch: str, marker: str) -> dict[str, Any]:
-    """A turn as Claude Code sends it: a billing line that changes, cache marks, tools, tool calls and their results."""
-    mark = {"cache_control": {"type": "ephemeral"}}
-    schema = {"type": "object", "properties": {"p": {"type": "string"}}}
-    tools = [
-        {"name": name, "description": f"{name} " * 100, "input_schema": schema}
-        for name in ("Bash", "Read", "Edit")
-    ]  # fmt: skip
-    history: list[dict[str, Any]] = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": f"<system-reminder>x</system-reminder> session {marker} "}],
-        }
-    ]
-    for turn in range(turns):
-        use = {"type": "tool_use", "id": f"toolu_{turn}", "name": "Read", "input": {"p": f"file{turn}.py"}}
-        result = {
-            "type": "tool_result",
-            "tool_use_id": f"toolu_{turn}",
-            "content": [{"type": "text", "text": "line\n" * 300}],
-        }
-        history += [
-            {"role": "assistant", "content": [{"type": "text", "text": "I read it."}, use]},
-            {"role": "user", "content": [result]},
-        ]
-    history[-1]["content"][-1].update(mark)
-    return {
-        "model": "coder",
-        "max_tokens": 8,
-        "system": [
-            {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.42; cc_entrypoint=cli; cch={cch};"},
-            {"type": "text", "text": "You are Claude Code. " * 200, **mark},
-        ],
-        "tools": tools,
-        "messages": history,
-    }
 
 
 def test_claude_code_session_stays(rig: Rig) -> None:
@@ -223,7 +163,27 @@ def test_aborted_streams_do_not_leak_load(rig: Rig) -> None:
     wait_for(lambda: rig.in_flight() == 0, seconds=15)
 
 
-DEEP = {"name": "f", "parameters": {"a": [[[[[[[[{}]]]]]]]]}}
+def test_request_reaches_the_replica_as_the_client_sent_it(rig: Rig) -> None:
+    """Not told to remove anything, the hook changes no message, tool or parameter, nor their order."""
+    turns = [
+        {"role": "system", "content": "x-anthropic-billing-header: cch=1;\nYou are an agent, verbatim."},
+        {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "blocks"}]},
+        {"role": "assistant", "content": "I call it.", "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": 2}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "c1", "content": "done"},
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "gf"]
+    body = {"tools": tools, "temperature": 0.5, "cache_salt": "mine", "reasoning_effort": "low"}
+    assert rig.proxy.ask(turns, **body).status_code == 200
+    (sent,) = [r["body"] for s in rig.coder for r in s.requests() if "verbatim" in json.dumps(r["body"])]
+    assert json.dumps(sent["messages"]) == json.dumps(turns)
+    assert {name: sent[name] for name in body} == body
+
+
+DEEP: dict[str, Any] = {"name": "f", "parameters": {}}
+for _ in range(100):
+    DEEP["parameters"] = {"type": "object", "properties": {"p": DEEP["parameters"]}}
 
 
 @pytest.mark.parametrize(
@@ -232,11 +192,12 @@ DEEP = {"name": "f", "parameters": {"a": [[[[[[[[{}]]]]]]]]}}
         {"messages": [{"role": "user", "content": None}, {"role": "user", "content": "x"}]},
         {"messages": [{"role": "wizard", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "hologram", "beam": 1}]}]},
+        {"messages": [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]},
         {"messages": [{"role": "user", "content": "x" * 10_000_000}]},
         {"messages": [{"role": "user", "content": "\ud83d half"}]},
         {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": DEEP}]},
     ],
-    ids=["none", "role", "part", "10 MB", "surrogate", "tools"],
+    ids=["none", "role", "part", "kind", "10 MB", "surrogate", "tools"],
 )  # fmt: skip
 def test_malformed_requests_are_routed_as_without_the_hook(rig: Rig, body: dict[str, Any]) -> None:
     """What a client may get wrong never fails in the hook: its error counters stand still."""
@@ -249,6 +210,17 @@ def test_malformed_requests_are_routed_as_without_the_hook(rig: Rig, body: dict[
     litellm_refuses = answer.status_code in (400, 422) or "Invalid user message" in answer.text
     assert answer.status_code == 200 or litellm_refuses, answer.text[:300]
     assert {name: value for name, value in rig.metrics().items() if "_errors_total" in name} == before
+
+
+def test_ten_megabytes_are_placed_in_a_moment(rig: Rig) -> None:
+    """The decision for the longest prompt takes a small part of a second, on a busy machine too."""
+    assert rig.proxy.ask([{"role": "user", "content": "ten megabytes " * 700_000}]).status_code == 200
+
+    def decision() -> Any:
+        lines = [json.loads(line) for line in rig.log.read_text().splitlines()]
+        return [line for line in lines if line["event"] == "decision" and line["prompt_tokens"] > 1_000_000]
+
+    assert min(line["took_us"] for line in wait_for(decision, seconds=10)) < 50_000
 
 
 def test_metrics_tell_what_happened(rig: Rig) -> None:

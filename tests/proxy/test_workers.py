@@ -55,7 +55,7 @@ def decisions(log: Path) -> list[dict[str, Any]]:
 
 
 class Four:
-    """Four workers without Redis, callers told apart by key, tags on, in front of four replicas."""
+    """Four workers without Redis, callers told apart by team, tags on, in front of four replicas."""
 
     def __init__(self, proxy: Proxy, servers: list[ModelServer], log: Path) -> None:
         self.proxy, self.servers, self.log = proxy, servers, log
@@ -70,7 +70,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Four]:
     with ExitStack() as stack:
         servers = stack.enter_context(model_servers(folder, ["l1", "l2", "l3", "l4"]))
         log = folder / "decisions.jsonl"
-        config = example("large", servers, decision_log=str(log), isolate_by="key", strip_billing_header=True)
+        config = example("large", servers, decision_log=str(log), isolate_by="team", strip_billing_header=True)
         for entry in config["model_list"]:
             del entry["litellm_params"]["order"]
             entry["litellm_params"]["weight"] = 1
@@ -100,11 +100,14 @@ def test_four_workers_agree_without_redis(four: Four) -> None:
 
 
 def test_tenants_never_share_a_cache(four: Four) -> None:
-    """One prompt of two keys: salt and tag differ, no block is shared, and a forged salt is overwritten."""
+    """One prompt of two teams: salt and tag differ, no block is shared, a forged salt is overwritten, and two keys of
+    one team have one cache."""
     messages = session("tenants", 3)
     red, blue = "sk-red-0123456789", "sk-blue-0123456789"
     ask(four.proxy, messages, "large", key=red)
-    own = ask(four.proxy, messages, "large", key=red).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    own = ask(four.proxy, messages, "large", key="sk-red-9876543210").json()["usage"]["prompt_tokens_details"][
+        "cached_tokens"
+    ]
     (salt,) = {body["cache_salt"] for body in four.bodies("session tenants ")}
     forged = {
         "cache_salt": salt,

@@ -59,6 +59,8 @@ vllm:kv_cache_usage_perc{engine="1"} 0.75
 vllm:prompt_tokens_total{engine="0"} 1.2e+06
 process_start_time_seconds 1.7e+09
 vllm:num_requests_running{engine="2"} many
+vllm:num_requests_waiting{engine="2"} NaN
+vllm:kv_cache_usage_perc{engine="2"} +Inf
 """
     assert parse_metrics(text) == Reading(5.0, 1.0, 0.75, 1.2e6, 1.7e9)
     assert parse_metrics("nonsense\n\n{}\n") == Reading()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import statistics
 import subprocess
@@ -14,85 +13,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("litellm", reason="LiteLLM is not installed")
-
-from litellm_hooks.hook import PrefixAffinity
 from litellm_hooks.settings import Settings
-from litellm_hooks.usage import usage_of
+from tests.unit.hooks.driver import Proxy, run, session
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def deployments(*names: str, **params: Any) -> list[dict[str, Any]]:
-    return [
-        {
-            "model_name": "m",
-            "litellm_params": {"model": "hosted_vllm/x", "api_base": f"http://{name}/v1", **params},
-            "model_info": {"id": name},
-        }
-        for name in names
-    ]
-
-
-def session(number: int, turns: int, chars: int = 4000) -> list[dict[str, Any]]:
-    text = f"session {number} " + "text " * (chars // 5)
-    return [{"role": ("user", "assistant")[i % 2], "content": f"{i} {text}"} for i in range(turns)]
-
-
-class Proxy:
-    """Drives the hooks of one request in the order LiteLLM does."""
-
-    def __init__(self, hook: PrefixAffinity, pool: list[dict[str, Any]]) -> None:
-        self.hook, self.pool, self.calls = hook, pool, 0
-
-    async def pick(self, messages: Any, call_id: str | None = None, **request: Any) -> list[str]:
-        self.calls += 1
-        request = {"litellm_call_id": call_id or f"call-{self.calls}", "metadata": {}, **request}
-        answer = await self.hook.async_filter_deployments("m", self.pool, messages, request)
-        return [found["model_info"]["id"] for found in answer]
-
-    async def ask(self, messages: Any, cached: int | None = None, call_id: str | None = None, **request: Any) -> str:
-        self.calls += 1
-        call_id = call_id or f"call-{self.calls}"
-        (name,) = await self.pick(messages, call_id, **request)
-        kwargs = {
-            "litellm_call_id": call_id,
-            "model": "hosted_vllm/x",
-            "api_base": "http://x",
-            "model_info": {"id": name},
-        }
-        await self.hook.async_pre_call_deployment_hook(kwargs, "acompletion")
-        await self.hook.async_post_call_success_deployment_hook(kwargs, {}, "acompletion")
-        size = sum(len(message["content"]) for message in messages) // 4
-        usage = {"prompt_tokens": size, "prompt_tokens_details": None if cached is None else {"cached_tokens": cached}}
-        logged = {
-            "litellm_call_id": call_id,
-            "litellm_params": {"model_info": {"id": name}},
-            "call_type": "acompletion",
-        }
-        await self.hook.async_log_success_event(logged, {"usage": usage}, 0, 0)
-        return name
-
-    async def fail(self, call_id: str, name: str, error: str) -> None:
-        kwargs = {
-            "litellm_call_id": call_id,
-            "model": "hosted_vllm/x",
-            "api_base": "http://x",
-            "model_info": {"id": name},
-        }
-        await self.hook.async_pre_call_deployment_hook(kwargs, "acompletion")
-        await self.hook.async_post_call_failure_deployment_hook(kwargs, RuntimeError(error), "acompletion")
-
-
-def run(work: Any, settings: Settings | None = None, pool: list[dict[str, Any]] | None = None) -> Any:
-    async def inner() -> Any:
-        hook = PrefixAffinity(settings or Settings(share_by_redis=False))
-        try:
-            return await work(Proxy(hook, pool or deployments("a", "b", "c")))
-        finally:
-            await hook.close()
-
-    return asyncio.run(inner())
 
 
 def test_turns_of_one_session_stay() -> None:
@@ -279,6 +203,32 @@ def test_stream_that_took_anothers_place_is_closed_when_the_client_goes() -> Non
     run(work)
 
 
+def test_call_id_that_comes_again_is_another_request() -> None:
+    """A client may choose it: neither the prefix of an earlier request under it counts, nor what failed then."""
+
+    async def work(proxy: Proxy) -> None:
+        homes = {n: await proxy.ask(session(n, 1), call_id="mine") for n in range(12)}
+        assert len(set(homes.values())) == 3
+        (home,) = await proxy.pick(session(0, 3), "mine")
+        await proxy.fail("mine", home, "engine died")
+        assert await proxy.ask(session(0, 3), call_id="mine") != home
+        for n in range(1, 12):
+            assert await proxy.ask(session(n, 3), call_id="mine") == homes[n]
+
+    run(work)
+
+
+def test_headers_are_not_sent_unless_asked_for() -> None:
+    """By default an answer says nothing of where it came from."""
+
+    async def headers(proxy: Proxy) -> Any:
+        await proxy.ask(session(1, 1), call_id="x")
+        return await proxy.hook.async_post_call_response_headers_hook({"litellm_call_id": "x"}, None, None)
+
+    assert run(headers) is None
+    assert run(headers, Settings(share_by_redis=False, response_headers=True))["x-kv-reason"] == "rendezvous"
+
+
 def test_bridged_call_is_one_lease() -> None:
     """/v1/messages runs the deployment hook twice with one call id: it counts once."""
 
@@ -293,88 +243,6 @@ def test_bridged_call_is_one_lease() -> None:
     run(work)
 
 
-def test_router_without_proxy_keeps_sessions() -> None:
-    """litellm.Router alone gives the filter no call id: the trace id stands in, also where calls share it."""
-
-    async def work(proxy: Proxy) -> None:
-        hook = proxy.hook
-        homes = []
-        for turns in (1, 3, 5):
-            request = {"litellm_trace_id": "trace", "metadata": {}}
-            (found,) = await hook.async_filter_deployments("m", proxy.pool, session(1, turns), request)
-            homes.append(found["model_info"]["id"])
-            kwargs = {
-                "litellm_call_id": f"later-{turns}",
-                "litellm_trace_id": "trace",
-                "model_info": found["model_info"],
-            }
-            await hook.async_pre_call_deployment_hook(kwargs, "acompletion")
-            assert len(hook.affinity.ledger) == 1
-            assert len(hook.affinity.calls.get("trace").prefix.keys) >= turns
-            await hook.async_post_call_success_deployment_hook(kwargs, {}, "acompletion")
-            assert len(hook.affinity.ledger) == 0
-            assert hook.affinity.calls.get("trace").reason == ("rendezvous" if turns == 1 else "prefix")
-        assert len(set(homes)) == 1
-
-    run(work)
-
-
-def test_tags_are_obeyed_before_affinity() -> None:
-    """A session whose prefix lies at a replica without the request's tag goes to one that has it."""
-    from litellm import Router
-
-    pool = [*deployments("a", tags=["free"]), *deployments("b", tags=["paid"]), *deployments("c", tags=["paid"])]
-
-    async def work(proxy: Proxy) -> None:
-        proxy.hook._router = Router(model_list=pool, enable_tag_filtering=True)
-        for n in range(8):
-            assert await proxy.ask(session(n, 1), metadata={"tags": ["free"]}) == "a"
-            paid = await proxy.ask(session(n, 3), metadata={"tags": ["paid"]})
-            assert paid in ("b", "c")
-            assert await proxy.ask(session(n, 5), metadata={"tags": ["paid"]}) == paid
-        assert len(await proxy.pick(session(0, 5), metadata={"tags": ["gold"]})) == 3
-
-    run(work, pool=pool)
-
-
-def test_litellm_whose_tag_rules_look_different_keeps_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LiteLLM 1.110 takes other arguments there: untagged groups are placed, tagged ones left to LiteLLM."""
-    from litellm.router_strategy import tag_based_routing
-
-    async def newer(ctx: Any, *, request_deployments: Any) -> Any:
-        raise AssertionError("not reached")
-
-    monkeypatch.setattr(tag_based_routing, "get_deployments_for_tag", newer)
-
-    async def work(proxy: Proxy) -> None:
-        proxy.hook._router = SimpleNamespace(enable_tag_filtering=True)
-        assert len(await proxy.pick(session(1, 1))) == 1
-        proxy.pool[0]["litellm_params"]["tags"] = ["paid"]
-        assert len(await proxy.pick(session(1, 1))) == 3
-        proxy.hook._router = SimpleNamespace(enable_tag_filtering=False)
-        assert len(await proxy.pick(session(1, 1))) == 1
-
-    run(work)
-
-
-def test_context_window_is_obeyed_before_affinity() -> None:
-    """With pre-call checks on, a session that outgrew its replica's window goes where it fits."""
-    from litellm import Router
-
-    pool = deployments("a", "b")
-    pool[0]["model_info"]["max_input_tokens"] = 4000
-    pool[1]["model_info"]["max_input_tokens"] = 100_000
-
-    async def work(proxy: Proxy) -> None:
-        proxy.hook._router = Router(model_list=pool, enable_pre_call_checks=True)
-        homes = [await proxy.ask(session(n, 1, 6000)) for n in range(12)]
-        assert set(homes) == {"a", "b"}
-        for n in range(12):
-            assert await proxy.ask(session(n, 9, 6000)) == "b"
-
-    run(work, pool=pool)
-
-
 def test_decision_log_holds_no_prompt_text(tmp_path: Path) -> None:
     """A decision and its answer are logged with reason, replica and tokens, without a word of the prompt."""
     path = tmp_path / "log" / "decisions.jsonl"
@@ -386,21 +254,6 @@ def test_decision_log_holds_no_prompt_text(tmp_path: Path) -> None:
     decision, answer = [json.loads(line) for line in path.read_text().splitlines()]
     assert (decision["event"], decision["reason"], answer["cached_tokens"]) == ("decision", "rendezvous", 7)
     assert "session 1" not in path.read_text()
-
-
-@pytest.mark.parametrize(
-    "usage",
-    [
-        {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}},
-        {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}},
-        SimpleNamespace(prompt_tokens=9, prompt_tokens_details=SimpleNamespace(cached_tokens=4)),
-    ],
-)
-def test_usage_is_read_in_every_form(usage: Any) -> None:
-    """Objects and mappings, chat's and Responses' names."""
-    found = usage_of(SimpleNamespace(usage=usage))
-    assert found is not None
-    assert (found.prompt_tokens, found.cached) == (9, 4)
 
 
 def test_package_imports_neither_torch_nor_the_other_packages() -> None:

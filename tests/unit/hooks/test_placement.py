@@ -159,6 +159,14 @@ def test_table_forgets_the_tail_before_the_head() -> None:
     assert table.longest(prefix(2, 6), ["b"]) == {"b": 5}
 
 
+def test_each_key_keeps_its_own_holders_when_a_session_moves() -> None:
+    """A third replica takes a session of which two hold parts: both parts are still known, and so is one they share."""
+    table = PrefixTable(100)
+    for turns, name in ((6, "a"), (2, "b"), (4, "c"), (6, "d")):
+        table.record(prefix(1, turns), name)
+    assert table.longest(prefix(1, 6), ["a", "b", "c", "d"]) == {"d": 5, "a": 5, "c": 3, "b": 1}
+
+
 def test_replica_that_came_back_empty_is_forgotten_at_once() -> None:
     """After forget_replica nothing is claimed for the name until it is given something again."""
     table = PrefixTable(100)

@@ -196,6 +196,7 @@ for _ in range(3000):
         [{"role": None, "content": [None, 3, {"type": "hologram", "beam": [1, 2]}]}],
         [{"role": "user", "content": [{"type": "text", "text": None}]}],
         [{"role": "user", "content": {"type": "text", "text": "x"}}],
+        [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}],
         [{"role": "user", "content": "\ud800 half a pair"}],
         [
             {
@@ -208,7 +209,7 @@ for _ in range(3000):
         [{"role": "user", "content": [1, 2, 3, 4, 5]}],
         [{"role": "user", "content": b"bytes"}],
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_malformed_messages_have_a_prefix(messages: list[Any]) -> None:
     """Whatever a client sends as messages, there are keys, and the same ones again."""
@@ -240,6 +241,21 @@ def test_any_json_is_a_prompt(messages: list[Any]) -> None:
     assert chat_prefix("m", messages, {}, memory) == once
 
 
+TEXTS = st.text(max_size=40) | st.sampled_from(
+    ["x" * (BIG_PIECE + 1), "ж" * 1025, "ж" * 1024, "y" * BIG_PIECE, "\ud83d"]
+)
+usual_messages = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXTS | st.none()},
+    optional={"tool_call_id": TEXTS, "name": TEXTS, "tool_calls": st.lists(json_values | TEXTS, max_size=3)},
+)
+
+
+@given(st.lists(usual_messages, min_size=1, max_size=4))
+def test_form_that_is_read_at_once_has_the_keys_of_any_other(messages: list[dict[str, Any]]) -> None:
+    """A field without a value, which no template prints, takes a message out of the usual forms and changes nothing."""
+    assert prefix_of([{**message, "refusal": None} for message in messages]) == prefix_of(messages)
+
+
 def ratio_to_reading(messages: list[Any], memory: SessionMemory | None = None) -> float:
     """Time of a prefix over the time it takes json to read the same request: both scale with the machine."""
     text = json.dumps(messages)
@@ -263,6 +279,42 @@ def test_prefix_costs_less_than_reading_the_request() -> None:
 def test_ten_megabytes_are_routed_cheaply() -> None:
     """10 MB of text that is not ASCII takes a tenth of the time of parsing it, because it is sampled."""
     assert ratio_to_reading([{"role": "user", "content": "ж" * 5_000_000}]) < 0.2
+
+
+FORMS = {
+    "text": lambda i, text: [{"role": "user", "content": text}, {"role": "assistant", "content": text}],
+    "OpenAI's tools": lambda i, text: [
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": f"c{i}", "type": "function", "function": {"name": "read", "arguments": json.dumps({"p": text})}}
+        ]},
+        {"role": "tool", "tool_call_id": f"c{i}", "content": text},
+    ],
+    "Anthropic's blocks": lambda i, text: [
+        {"role": "assistant", "content": [
+            {"type": "text", "text": "I read."}, {"type": "tool_use", "id": f"c{i}", "name": "R", "input": {"p": text}}
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": f"c{i}", "content": [{"type": "text", "text": text}]}
+        ]},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_long_session_that_nobody_knows_is_read_in_little_time(form: str) -> None:
+    """As after a restart: 3,000 messages in any form take at most four times what parsing their JSON takes."""
+    turns = [message for i in range(1500) for message in FORMS[form](i, f"{i} " + "words of a history " * 17)]
+    assert ratio_to_reading([USER, *turns]) < 4.0
+
+
+def test_sessions_of_one_first_question_are_remembered_apart() -> None:
+    """Two sessions that differ from their first answer on take turns, and each has only its new messages hashed."""
+    memory = SessionMemory()
+    turns = {name: [USER, {"role": "assistant", "content": name}, *history(3000, 9)] for name in ("one", "other")}
+    for end in range(2, 11):
+        for messages in turns.values():
+            assert chat_prefix("m", messages[:end], {}, memory) == prefix_of(messages[:end])
+    assert memory.hashed == 20
 
 
 def test_memory_makes_big_messages_cheaper() -> None:

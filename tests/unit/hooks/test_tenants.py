@@ -48,6 +48,25 @@ def test_client_cannot_name_a_tenant(call_type: str, forged: dict[str, Any]) -> 
     assert not data.get("vllm_xargs")
 
 
+@pytest.mark.parametrize("field", ["fallbacks", "context_window_fallbacks", "content_policy_fallbacks"])
+@pytest.mark.parametrize("call_type", ["acompletion", "aresponses"])
+def test_client_cannot_name_a_tenant_in_its_fallbacks(call_type: str, field: str) -> None:
+    """LiteLLM lays a fallback's parameters over the request: they are the tenant's too, at any depth, and the names of
+    groups are what they were."""
+    forged = {"model": "m", "cache_salt": "victim", "extra_body": {"cache_salt": "victim"}, "vllm_xargs": {}}
+    nested = {"model": "m", field: [{"m": [dict(forged)]}]}
+    targets = [{"m": [dict(forged), "large", nested]}, dict(forged), "other"]
+    data: dict[str, Any] = {"model": "m", field: targets, "router_settings_override": {field: targets}}
+    isolate(data, call_type, "t1")
+    assert "victim" not in str(data)
+    assert "victim" in str(targets)  # what the proxy keeps of a key or team is not changed
+    group, single, name = data[field]
+    place = single["extra_body"] if call_type == "aresponses" else single
+    assert (place["cache_salt"], place["kv_transfer_params"]) == ("t1", {TENANT_TAG: "t1"})
+    assert (group["m"][1], name) == ("large", "other")
+    assert data["router_settings_override"][field] == data[field]
+
+
 def test_without_isolation_only_the_tags_are_taken_out() -> None:
     """A client's own salt and transfer parameters stay where nothing is isolated, but the tags are never a client's."""
     data: dict[str, Any] = {"cache_salt": "mine", "kv_transfer_params": {TENANT_TAG: "x", LORA_TAG: "y", "other": 1}}
