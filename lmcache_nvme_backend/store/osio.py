@@ -43,10 +43,6 @@ def pwrite(fd: int, data: bytes, offset: int) -> int:
     return os.pwrite(fd, data, offset)
 
 
-def ftruncate(fd: int, length: int) -> None:
-    os.ftruncate(fd, length)
-
-
 def fdatasync(fd: int) -> None:
     os.fdatasync(fd)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import stat
+import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Final
 
 from lmcache_nvme_backend.store import osio
@@ -121,18 +123,61 @@ def _listings(directory: str, shards: list[str]) -> Iterator[tuple[str, list[str
         first = list_dir_or_raise(f"{directory}/{name}")
         large = len(first) > CHEAP_LISTING
         yield name, first
-    if not large:
+    listers = _Listers() if large else None
+    if listers is None or not listers.count:
         yield from ((name, list_dir_or_raise(f"{directory}/{name}")) for name in shards[1:])
         return
-    with ThreadPoolExecutor(_LISTERS, "kvtier-list") as listers:
-        ahead: deque[tuple[str, Future[list[str]]]] = deque()
+    ahead: deque[tuple[str, Future[list[str]]]] = deque()
+    try:
         for name in shards[1:]:
-            ahead.append((name, listers.submit(list_dir_or_raise, f"{directory}/{name}")))
-            if len(ahead) > _LISTERS:
+            ahead.append((name, listers.submit(f"{directory}/{name}")))
+            if len(ahead) > listers.count:
                 done, listing = ahead.popleft()
                 yield done, listing.result()
         for done, listing in ahead:
             yield done, listing.result()
+    finally:
+        listers.end()
+
+
+class _Listers:
+    """Threads that list directories. Daemons and no executor's, since the interpreter's exit waits for those, and must
+    not wait for a disk that hangs. As many as can be had: a process may be at its limit, or at its end."""
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[tuple[Future[list[str]], str] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        for _ in range(_LISTERS):
+            thread = threading.Thread(target=self._work, name="kvtier-list", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            self._threads.append(thread)
+
+    @property
+    def count(self) -> int:
+        return len(self._threads)
+
+    def submit(self, path: str) -> Future[list[str]]:
+        listing: Future[list[str]] = Future()
+        self._wanted.put((listing, path))
+        return listing
+
+    def end(self) -> None:
+        """Wait for what has been begun; what has not is still done, which is four listings at most."""
+        for _ in self._threads:
+            self._wanted.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (wanted := self._wanted.get()) is not None:
+            listing, path = wanted
+            try:
+                listing.set_result(list_dir_or_raise(path))
+            except BaseException as error:  # whoever waits for it has to hear of it
+                listing.set_exception(error)
 
 
 class NamespaceScan:

@@ -220,3 +220,57 @@ def test_a_large_namespace_is_listed_by_several_at_once(root, monkeypatch):
     with pytest.raises(OSError, match="unreadable"):
         list(recovery.NamespaceScan(directory))
     assert not listers()
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_large_namespace_is_listed_with_the_threads_that_can_be_had(root, monkeypatch, threads):
+    """A process at its limit of threads, or at its end, opens, counts and stores all the same."""
+    keys = prefix("many", 60)
+    with open_store(root) as store:
+        put_prefix(store, keys)
+    monkeypatch.setattr(recovery, "CHEAP_LISTING", 0)
+    real, started = threading.Thread.start, []
+
+    def start(thread):
+        if thread.name == "kvtier-list":
+            if len(started) == threads:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        real(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with open_store(root) as store:
+            assert len(started) == threads
+            assert store.match(keys) == 60 and store.usage().used_bytes == disk_bytes(root)
+            started.clear()
+            with store._account.locked(5, force_recount=True):
+                pass
+            assert put(store, prefix("more", 1)[0]) is PutResult.STORED
+            assert store.usage().used_bytes == disk_bytes(root)
+    assert not listers()
+
+
+def test_the_interpreter_ends_while_a_directory_hangs(root, start_child):
+    """What lists directories in the background is not waited for at the exit."""
+    program = """
+import threading
+from lmcache_nvme_backend.store import osio, recovery
+with open_store(root) as store:
+    put_prefix(store, prefix("many", 60))
+    directory = store.directory
+recovery.CHEAP_LISTING = 0
+real, hanging = osio.listdir, threading.Event()
+def listdir(path):
+    if threading.current_thread().name == "kvtier-list":
+        hanging.set()
+        time.sleep(600)
+    return real(path)
+osio.listdir = listdir
+threading.Thread(target=lambda: list(recovery.NamespaceScan(directory)), daemon=True).start()
+hanging.wait()
+say("hangs")
+"""
+    child = start_child(program, root)
+    assert child.stdout.readline() == "hangs\n"
+    assert child.wait(timeout=30) == 0
