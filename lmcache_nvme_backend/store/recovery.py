@@ -200,10 +200,10 @@ class NamespaceScan:
         for name, names in _listings(self._dir, [name for name in there if name in _SHARDS]):
             chunks, strays = parse_names(names, name)
             yield int(name, 16), chunks
-            self.other_bytes += sum(count_tree(f"{self._dir}/{name}/{stray}") for stray in strays)
+            self.other_bytes += sum(count_own(f"{self._dir}/{name}/{stray}") for stray in strays)
         for name in there:
             if name not in _SHARDS and name != DESCRIPTION:
-                self.other_bytes += count_tree(f"{self._dir}/{name}")
+                self.other_bytes += count_own(f"{self._dir}/{name}")
 
 
 def count_namespace(namespace_dir: str) -> int:
@@ -225,7 +225,7 @@ def count_store(layout: Layout, skip: str | None = None) -> int:
         if is_namespace_dir(name):
             total += count_namespace(path) if name != skip else 0
         elif path not in (layout.account, layout.writes, layout.sessions, layout.temp):
-            total += count_tree(path)
+            total += count_own(path)
     return total
 
 
@@ -236,10 +236,19 @@ def count_foreign(layout: Layout) -> int:
 
 
 def count_tree(path: str) -> int:
-    """Bytes of a file, or of all files below a directory of the same file system; symlinks are not followed."""
+    """Bytes of a file, or of all files below a directory of the same file system; symlinks are not followed, and what
+    this user may not see is not counted."""
+    try:
+        return count_own(path)
+    except OSError:
+        return 0
+
+
+def count_own(path: str) -> int:
+    """The same of what lies in a directory of the store's own: raises `OSError` where it is not known what that is."""
     try:
         top = osio.lstat(path)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
     if not stat.S_ISDIR(top.st_mode):
         return top.st_size if stat.S_ISREG(top.st_mode) else 0

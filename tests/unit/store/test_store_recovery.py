@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from store_helpers import (
@@ -22,6 +23,7 @@ from store_helpers import (
     temporaries,
 )
 
+from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import Miss, MissCause, PutResult, osio, recovery
 from lmcache_nvme_backend.store.format import chunk_name
 
@@ -181,6 +183,38 @@ def test_a_chunk_under_a_wrong_shard_is_not_found(root):
     with open_store(root) as store:
         assert store.match(KEYS) == 0
         assert store.usage().used_bytes == CHUNK_FILE
+
+
+@pytest.mark.parametrize("again", ["counted", "opened"])
+def test_what_could_not_be_looked_at_is_not_taken_for_nothing(root, monkeypatch, again):
+    """A count that fails half-way is no count: the account stays in doubt until one succeeds."""
+    with open_store(root) as store:
+        put_prefix(store, KEYS)
+        stray = f"{store.directory}/stray"
+    (root / "v1" / "stray").mkdir()
+    for path in (Path(stray), root / "v1" / "stray" / "file"):
+        path.write_bytes(bytes(5000))
+    real = osio.lstat
+
+    def failing(path):
+        if path == stray:
+            raise OSError(errno.EIO, "unreadable")
+        return real(path)
+
+    if again == "opened":
+        with monkeypatch.context() as patch:
+            patch.setattr(osio, "lstat", failing)
+            with pytest.raises(ConfigError, match="unreadable"):
+                open_store(root)
+    with open_store(root) as store:
+        if again == "counted":
+            with monkeypatch.context() as patch:
+                patch.setattr(osio, "lstat", failing)
+                with pytest.raises(OSError, match="unreadable"), store._account.locked(5, force_recount=True):
+                    pass
+            with store._account.locked(5):
+                pass
+        assert store.usage().used_bytes == disk_bytes(root) == 5 * CHUNK_FILE + 10_000
 
 
 def listers():
