@@ -232,11 +232,12 @@ def test_an_open_that_meets_a_failing_call_works_or_says_so(fast_root, monkeypat
 
 @pytest.mark.long
 @pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("size", ["from a snapshot"], indirect=True)
 @pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 def test_an_open_that_meets_any_failing_call_with_any_error(fast_root, monkeypatch, call, for_good, code):
-    """The same, each N with each error."""
+    """The same, each N with each error, where an open does most."""
     sweep_open(fast_root, monkeypatch, call, lambda nth: code, for_good)
 
 
