@@ -77,10 +77,12 @@ class Census:
         session.sweep(layout, Ledger(0, 0))
         scan = recovery.NamespaceScan(self._directory)
         if self.unlisted:
-            for chunk in self._index.reconcile(scan.shards()):
-                remove_file(layout.chunk(self._namespace.digest, *chunk))
+            used, doubles = self._index.reconcile(scan.shards())
+            for key, depth, blocks in doubles:
+                if remove_file(layout.chunk(self._namespace.digest, key, depth, blocks)) is False:
+                    used += blocks * BLOCK
             self.unlisted = False
-            used = self._index.nbytes + scan.other_bytes
+            used += scan.other_bytes
         else:
             used = recovery.count_namespace(self._directory) if self._loaded else self._load(scan)
         used += recovery.count_store(layout, skip=self._namespace.digest)

@@ -106,6 +106,9 @@ class Chunks:
                 removed = removal.remove(path)
                 if removed:
                     ledger.free(entry.nbytes)
+                again = self._index.get(key)
+                if removed and again is not None and (again.depth, again.blocks) == (entry.depth, entry.blocks):
+                    self._index.discard(key, again)  # a put found the file before it went
                 return bool(removed)
         except OSError:
             return False

@@ -139,7 +139,7 @@ class Guest:
         """Remove a file that the store keeps about itself and that counts in its account."""
         try:
             with self._account.locked(self._lock_wait_s) as ledger:
-                nbytes = recovery.count_tree(path)
+                nbytes = recovery.count_own(path)
                 removed = remove_file(path)
                 if removed:
                     ledger.free(nbytes)

@@ -169,12 +169,14 @@ class Index:
 
     def reconcile(
         self, shards: Iterable[tuple[int, Iterable[tuple[ChunkKey, int, int]]]]
-    ) -> list[tuple[ChunkKey, int, int]]:
+    ) -> tuple[int, list[tuple[ChunkKey, int, int]]]:
         """Bring an index that came from a snapshot in line with a whole listing, (key, depth, blocks) by the keys'
         first byte, while nobody stores or evicts.
 
-        Returns the ones whose key lies there under another name, too.
+        Returns the bytes that are listed, and the ones whose key lies there under another name, too, which are not in
+        that sum. `nbytes` may already be less: who removes a chunk takes it out of the index first.
         """
+        listed = 0
         doubles = []
         named: list[list[ChunkKey]] = [[] for _ in range(256)]
         for key in self.all_keys():
@@ -187,6 +189,7 @@ class Index:
                     doubles.append(chunk)
                     continue
                 there.add(key)
+                listed += blocks
                 entry = self._entries.get(key)
                 if entry is not None and (entry.depth != depth or entry.blocks != blocks):
                     self.discard(key, entry)
@@ -197,7 +200,7 @@ class Index:
         for gone in named:
             for key in gone:
                 self.discard(key)
-        return doubles
+        return listed * BLOCK, doubles
 
     def snapshot(self, closed: bool) -> Snapshot:
         """What `restore` takes. The index may change meanwhile: the lock is held for a copy alone."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import stat
+import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Final
 
 from lmcache_nvme_backend.store import osio
@@ -121,18 +123,61 @@ def _listings(directory: str, shards: list[str]) -> Iterator[tuple[str, list[str
         first = list_dir_or_raise(f"{directory}/{name}")
         large = len(first) > CHEAP_LISTING
         yield name, first
-    if not large:
+    listers = _Listers() if large else None
+    if listers is None or not listers.count:
         yield from ((name, list_dir_or_raise(f"{directory}/{name}")) for name in shards[1:])
         return
-    with ThreadPoolExecutor(_LISTERS, "kvtier-list") as listers:
-        ahead: deque[tuple[str, Future[list[str]]]] = deque()
+    ahead: deque[tuple[str, Future[list[str]]]] = deque()
+    try:
         for name in shards[1:]:
-            ahead.append((name, listers.submit(list_dir_or_raise, f"{directory}/{name}")))
-            if len(ahead) > _LISTERS:
+            ahead.append((name, listers.submit(f"{directory}/{name}")))
+            if len(ahead) > listers.count:
                 done, listing = ahead.popleft()
                 yield done, listing.result()
         for done, listing in ahead:
             yield done, listing.result()
+    finally:
+        listers.end()
+
+
+class _Listers:
+    """Threads that list directories. Daemons and no executor's, since the interpreter's exit waits for those, and must
+    not wait for a disk that hangs. As many as can be had: a process may be at its limit, or at its end."""
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[tuple[Future[list[str]], str] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        for _ in range(_LISTERS):
+            thread = threading.Thread(target=self._work, name="kvtier-list", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            self._threads.append(thread)
+
+    @property
+    def count(self) -> int:
+        return len(self._threads)
+
+    def submit(self, path: str) -> Future[list[str]]:
+        listing: Future[list[str]] = Future()
+        self._wanted.put((listing, path))
+        return listing
+
+    def end(self) -> None:
+        """Wait for what has been begun; what has not is still done, which is four listings at most."""
+        for _ in self._threads:
+            self._wanted.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (wanted := self._wanted.get()) is not None:
+            listing, path = wanted
+            try:
+                listing.set_result(list_dir_or_raise(path))
+            except BaseException as error:  # whoever waits for it has to hear of it
+                listing.set_exception(error)
 
 
 class NamespaceScan:
@@ -155,10 +200,10 @@ class NamespaceScan:
         for name, names in _listings(self._dir, [name for name in there if name in _SHARDS]):
             chunks, strays = parse_names(names, name)
             yield int(name, 16), chunks
-            self.other_bytes += sum(count_tree(f"{self._dir}/{name}/{stray}") for stray in strays)
+            self.other_bytes += sum(count_own(f"{self._dir}/{name}/{stray}") for stray in strays)
         for name in there:
             if name not in _SHARDS and name != DESCRIPTION:
-                self.other_bytes += count_tree(f"{self._dir}/{name}")
+                self.other_bytes += count_own(f"{self._dir}/{name}")
 
 
 def count_namespace(namespace_dir: str) -> int:
@@ -180,7 +225,7 @@ def count_store(layout: Layout, skip: str | None = None) -> int:
         if is_namespace_dir(name):
             total += count_namespace(path) if name != skip else 0
         elif path not in (layout.account, layout.writes, layout.sessions, layout.temp):
-            total += count_tree(path)
+            total += count_own(path)
     return total
 
 
@@ -191,10 +236,19 @@ def count_foreign(layout: Layout) -> int:
 
 
 def count_tree(path: str) -> int:
-    """Bytes of a file, or of all files below a directory of the same file system; symlinks are not followed."""
+    """Bytes of a file, or of all files below a directory of the same file system; symlinks are not followed, and what
+    this user may not see is not counted."""
+    try:
+        return count_own(path)
+    except OSError:
+        return 0
+
+
+def count_own(path: str) -> int:
+    """The same of what lies in a directory of the store's own: raises `OSError` where it is not known what that is."""
     try:
         top = osio.lstat(path)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
     if not stat.S_ISDIR(top.st_mode):
         return top.st_size if stat.S_ISREG(top.st_mode) else 0

@@ -68,7 +68,10 @@ def remove_hints(directory: str) -> int:
     the root's lock."""
     freed = 0
     for hint in HINTS:
-        nbytes = recovery.count_tree(f"{directory}/{hint}")
+        try:
+            nbytes = recovery.count_own(f"{directory}/{hint}")
+        except OSError:
+            continue  # it stays, and so does its directory
         if remove_file(f"{directory}/{hint}"):
             freed += nbytes
     return freed

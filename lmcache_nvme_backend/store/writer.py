@@ -229,7 +229,7 @@ class Writer:
             with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
                 if recovery.leads_outside(path):
                     return False
-                before = recovery.count_tree(path)
+                before = recovery.count_own(path)
                 osio.rename(temporary, path)
                 published = True
                 ledger.used = max(0, ledger.used + nbytes - before)
@@ -241,7 +241,7 @@ class Writer:
 
     def remove(self, path: str) -> None:
         """Take such a file away. Raises `OSError`."""
-        if not (nbytes := recovery.count_tree(path)):
+        if not (nbytes := recovery.count_own(path)):
             return
         with self._account.locked(STORE_LOCK_WAIT_S) as ledger:
             if remove_file(path):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from .conftest import CHUNK, start_together, text
 from .support.adapters import write_adapter
+from .support.served import kvtier
 
 PROMPT = text(700, seed=1)
 # 135 blocks of 32 tokens: a prompt of this file fits, and so do three of some 1,200 tokens, but not with their answers.
@@ -221,3 +224,43 @@ def test_the_namespace_is_told_in_words(life):
     facts = json.loads(told.read_text())["facts"]
     assert facts["model"].startswith("weights:") and facts["chunk_tokens"] == CHUNK
     assert re.fullmatch(r"[0-9a-f]{16}", facts["none_hash"])
+
+
+def test_the_store_command_looks_checks_and_prunes_beside_an_engine_that_serves(life):
+    """To the engine what goes is a miss: every answer given meanwhile is right, nothing is found bad, and what it
+    stores anew is found again."""
+    engine, prompt = life["second"], text(500, seed=50)
+    right = engine.ask(prompt)
+    engine.wait_stored()
+    (namespace,) = (path.parent.name for path in engine.root.glob("v1/*/namespace.json"))
+    stop = threading.Event()
+
+    def serve() -> list[str]:
+        said = []
+        while not stop.is_set():
+            engine.forget()
+            said.append(engine.ask(prompt).text)
+        return said
+
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(serve)
+        try:
+            for command, *options in (
+                ["inspect"], ["verify", "--remove-bad"], ["prune", "--namespace", namespace[:8], "--yes"], ["verify"],
+                ["prune", "--keep-gib", "0", "--yes"], ["inspect"],
+            ):  # fmt: skip
+                done = subprocess.run(
+                    kvtier("store", command, str(engine.root), *options), capture_output=True, text=True, timeout=120
+                )
+                assert done.returncode == 0, done.stdout + done.stderr
+        finally:
+            stop.set()
+        said = serving.result()
+    assert len(said) > 1 and set(said) == {right.text}
+    engine.wait_stored()
+    engine.forget()
+    engine.ask(prompt)
+    engine.wait_stored()
+    engine.forget()
+    answer, tokens = engine.from_tier(prompt)
+    assert answer.text == right.text and tokens >= 5 * CHUNK

@@ -9,7 +9,8 @@ from tests.soak.run import soak
 
 @pytest.mark.timeout(600)
 def test_every_answer_is_right_while_the_directory_is_damaged(model, tmp_path):
-    """No request fails, every answer and every chunk left is that of an engine that computes all of it itself."""
+    """No request fails, every answer and every chunk left is that of an engine that computes all of it itself; no
+    staging slot, descriptor or thread is left behind."""
     report = soak(tmp_path, model, seconds=45)
     assert report.failures == []
     assert report.answers.wrong == [] and report.answers.undecided <= report.answers.compared // 20
@@ -18,3 +19,5 @@ def test_every_answer_is_right_while_the_directory_is_damaged(model, tmp_path):
     # The tier did take part, and the faults did reach it.
     assert report.tokens_from_tier > 1000
     assert report.chunks_corrupt > 0
+    assert not report.mounted or {"full disk", "read-only"} <= report.faults.keys()
+    assert report.leaks() == []

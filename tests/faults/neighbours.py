@@ -40,6 +40,7 @@ from tests.faults.support.workload import (
     chunk_files,
     payload,
     random_settings,
+    small_counts_as_large,
 )
 
 PROJECT = Path(__file__).parents[2]
@@ -96,6 +97,8 @@ def find(store: ChunkStore) -> list[tuple[int, int, bool]]:
 def work(root: Path, seed: int, codec: str) -> None:
     """Obey lines on stdin: `turns`, `find`, `die POINT`, `end`; each answers with a line of JSON."""
     chance = random.Random(seed)
+    if seed % 2:
+        small_counts_as_large()
     tally = Tally()
     store = ChunkStore.open(root, NAMESPACES[0], random_settings(chance, codec))
     workload = Workload(SEED, 0, store, tally, chance)  # type: ignore[arg-type]

@@ -4,7 +4,8 @@
 
 Processes, each with threads that switch as often as the interpreter can, store, load, pin and remove the chunks of two
 namespaces under a quota that holds a fifth of them, so that something is evicted all the time, also while it is read.
-Every second or so each closes its store under its threads and opens another one. Every load is compared with what
+Every second or so each closes its store under its threads and opens another one; one of the processes keeps snapshots
+and lists by threads, as for thousands of chunks. Every load is compared with what
 belongs under its key; the disk is weighed all along; in the end a fresh store looks at what is left. Prints what
 happened; the exit status is 1 where anything was wrong.
 """
@@ -24,11 +25,11 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from lmcache_nvme_backend.store import ChunkStore, MissCause, PutResult
+from lmcache_nvme_backend.store import ChunkStore, MissCause, PutResult, upkeep
 from lmcache_nvme_backend.store.format import BLOCK
 from tests.faults.support.record import Did, Record
 from tests.faults.support.verify import Broken, verify
-from tests.faults.support.workload import NAMESPACES, QUOTA, Workload, random_settings
+from tests.faults.support.workload import NAMESPACES, QUOTA, Workload, random_settings, small_counts_as_large
 from tests.unit.store.store_helpers import disk_bytes, temporaries
 
 THREADS = 6
@@ -54,11 +55,15 @@ class Process:
     def __init__(self, root: Path, codec: str, number: int, deadline: float) -> None:
         self._root, self._codec, self._deadline = root, codec, deadline
         self._chance = random.Random(number)
+        self._large = number % 2 == 1
         self._errors: list[str] = []
         self.tally = Tally()
 
     def run(self) -> Counter[str]:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        if self._large:
+            small_counts_as_large()
+            upkeep.UPKEEP_INTERVAL_S = upkeep.SNAPSHOT_INTERVAL_S = 0.05
         total: Counter[str] = Counter()
         while time.monotonic() < self._deadline and not self._errors:
             total += self._one_life()

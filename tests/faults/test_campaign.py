@@ -27,4 +27,5 @@ def test_a_killed_process_costs_the_stores_on_their_way_and_nothing_else(tmp_pat
         assert [row[broken] for row in rows.values()] == [0] * len(rows)
     assert sum(row["survivors"] for row in rows.values()) > 5 * KILLS
     assert sum(row["loads"] for row in rows.values()) > KILLS / 2
-    assert rows["before the rename"]["lost_newest"] >= 5 and rows["between rename and index"]["lost_newest"] < 5
+    # Each but where a neighbour stored the very same.
+    assert rows["before the rename"]["lost_newest"] >= 3 and rows["between rename and index"]["lost_newest"] < 5

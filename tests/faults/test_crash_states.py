@@ -28,6 +28,7 @@ from tests.unit.store.store_helpers import (
 )
 
 KEYS = prefix("crashed", 4)
+HEADS = [prefix(f"crashed {number}", 1)[0] for number in range(4)]
 LARGE = prefix("large", 1)[0]
 LARGE_PAYLOAD = 15 * BLOCK + 100
 LARGE_FILE = 17 * BLOCK
@@ -96,12 +97,17 @@ def test_blocks_that_never_reached_the_disk_are_a_miss(fast_root, damage):
 
 
 @pytest.mark.parametrize("restarted", [True, False])
-def test_every_pair_of_swapped_files_is_two_misses(fast_root, restarted):
-    """Files that a repair of the file system has given each other's names."""
+@pytest.mark.parametrize("keys", [KEYS, HEADS], ids=["of one prefix", "of one depth"])
+def test_every_pair_of_swapped_files_is_two_misses(fast_root, restarted, keys):
+    """Files that a repair of the file system has given each other's names; of one depth and size nothing but the key
+    tells them apart."""
     for one, two in itertools.combinations(range(4), 2):
         store = open_store(fast_root)
-        put_prefix(store, KEYS)
-        a, b = chunk_path(store, KEYS[one]), chunk_path(store, KEYS[two])
+        if keys is KEYS:
+            put_prefix(store, keys)
+        else:
+            assert all(put(store, key).kept for key in keys if not store.contains(key))
+        a, b = chunk_path(store, keys[one]), chunk_path(store, keys[two])
         if restarted:
             store.close()
         a.rename(fast_root / "aside")
@@ -110,7 +116,7 @@ def test_every_pair_of_swapped_files_is_two_misses(fast_root, restarted):
         if restarted:
             store = open_store(fast_root)
         with store:
-            assert [holds(store, key) for key in KEYS] == [number not in (one, two) for number in range(4)]
+            assert [holds(store, key) for key in keys] == [number not in (one, two) for number in range(4)]
             assert not a.exists() and not b.exists()
             assert store.usage().used_bytes == disk_bytes(fast_root)
 

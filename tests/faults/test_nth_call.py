@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import inspect
+import shutil
 
 import pytest
 
 from lmcache_nvme_backend.errors import ConfigError
-from lmcache_nvme_backend.store import PutResult, osio
-from tests.faults.support.injection import CALLS, ERRORS, Fault
+from lmcache_nvme_backend.store import PutResult, osio, recovery, upkeep
+from tests.faults.support.injection import CALLS, ERRORS, SETTINGS, Fault
+from tests.faults.support.verify import wait_until_counted
+from tests.faults.support.workload import small_counts_as_large
 from tests.unit.store.store_helpers import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -22,6 +26,18 @@ from tests.unit.store.store_helpers import (
     put_prefix,
     temporaries,
 )
+
+# What the seam makes of those calls.
+COMPOSED = {
+    "write_fully", "read_fully", "make_dir", "make_dir_in_place_of_file", "unlink_quietly", "close_quietly",
+    "write_file_atomically",
+}  # fmt: skip
+
+
+def test_no_call_of_the_store_is_left_out():
+    """A call that is added to the seam comes into this campaign."""
+    functions = {name for name, found in vars(osio).items() if inspect.isfunction(found) and name[0] != "_"}
+    assert functions - COMPOSED == set(CALLS)
 
 
 def use_everything(store):
@@ -81,13 +97,15 @@ def fill(root):
         put_prefix(other, prefix("other", 1))
 
 
-def sweep(root, monkeypatch, call, code_of, for_good):
-    """Every N from the first to the last call, each with a new store."""
-    fill(root)
+def sweep(base, monkeypatch, call, code_of, for_good):
+    """Every N from the first to the last call, each with a new root: in an old one no directory is made any more."""
     nth = 0
     while True:
         nth += 1
-        with open_store(root, quota_chunks=6, fsync="data" if call == "fdatasync" else "none") as store:
+        root = base / str(nth)
+        root.mkdir()
+        fill(root)
+        with open_store(root, quota_chunks=6, **SETTINGS.get(call, {})) as store:
             store._upkeep._stopping.set()
             store._upkeep._thread.join()
             put_prefix(store, prefix("old", 3))
@@ -101,10 +119,10 @@ def sweep(root, monkeypatch, call, code_of, for_good):
             assert open_descriptors() <= descriptors, f"{call} number {nth} leaks a descriptor"
             assert disk_bytes(root) <= store.usage().quota_bytes
             check_recovered(store, root)
-            store.clear()
+        shutil.rmtree(root)
         if not fault.fired:
             break
-    assert nth > 1 or call in ("chmod", "mkdir", "rmdir", "close")
+    assert nth > 1, f"{call} was never called"
 
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
@@ -154,32 +172,73 @@ def test_a_failed_fsync_is_not_tried_again_on_the_same_file(fast_root, monkeypat
         assert temporaries(fast_root) == [] and store.usage().used_bytes == disk_bytes(fast_root)
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("for_good", [False, True])
-def test_an_open_that_meets_a_failing_call_works_or_says_so(fast_root, monkeypatch, call, for_good):
-    """`ConfigError` and nothing else; no descriptor and no session is left behind, and the next open works."""
-    with open_store(fast_root) as store:
-        put_prefix(store, prefix("old", 3))
+# Where everything is there and whole, an open makes none of these.
+NOT_AT_OPEN = ("fdatasync", "fadvise_dontneed", "mkdir", "chmod", "rmdir", "rename")
+
+
+def sweep_open(base, monkeypatch, call, code_of, for_good):
+    """Every N from the first to the last call of an open, each on a root with a prefix."""
+    keys = prefix("old", 6)
     descriptors = open_descriptors()
     nth = 0
     while True:
         nth += 1
+        root, code = base / str(nth), code_of(nth)
+        root.mkdir()
+        with open_store(root) as store:
+            put_prefix(store, keys)
         with monkeypatch.context() as patch:
-            fault = Fault(patch, call, nth, errno.EIO, for_good)
+            fault = Fault(patch, call, nth, code, for_good)
             try:
-                with open_store(fast_root) as store:
+                with open_store(root, **SETTINGS.get(call, {})) as store:
+                    if not for_good:
+                        wait_until_counted(store)
                     fault.stop()
+                    wait_until_counted(store)
                     store._writer.settle()
-                    assert store.match(prefix("old", 3)) in (0, 1, 2, 3)
-                    assert store.usage().used_bytes == disk_bytes(fast_root)
+                    assert store.match(keys) in range(7)
+                    assert store.usage().used_bytes == disk_bytes(root)
             except ConfigError as error:
                 assert error.setting in ("nvme.path", "nvme.direct_io")
         assert open_descriptors() == descriptors, f"{call} number {nth} leaks a descriptor"
-        with open_store(fast_root) as store:
-            assert store.match(prefix("old", 3)) == 3
-            assert temporaries(fast_root) == []
+        with open_store(root) as store:
+            # A start on a full disk gives up the oldest chunks for the few blocks that it needs.
+            assert store.match(keys) == 6 or code == errno.ENOSPC
+            assert all(holds(store, key) for key in keys[: store.match(keys)])
+            assert temporaries(root) == []
+        shutil.rmtree(root)
         if not fault.fired:
             break
+    assert nth > 1 or call in NOT_AT_OPEN, f"{call} was never called"
+
+
+@pytest.fixture(params=["small", "listed by threads", "from a snapshot"])
+def size(request, monkeypatch):
+    """A store of a few chunks, and the same treated as one of many thousands."""
+    monkeypatch.setattr(upkeep, "UPKEEP_INTERVAL_S", 0.01)
+    if request.param == "listed by threads":
+        monkeypatch.setattr(recovery, "CHEAP_LISTING", 0)
+    elif request.param == "from a snapshot":
+        small_counts_as_large(monkeypatch.setattr)
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
+def test_an_open_that_meets_a_failing_call_works_or_says_so(fast_root, monkeypatch, call, for_good):
+    """`ConfigError` and nothing else; no descriptor and no session is left behind, and the next open works."""
+    sweep_open(fast_root, monkeypatch, call, lambda nth: ERRORS[nth % len(ERRORS)], for_good)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("size", ["from a snapshot"], indirect=True)
+@pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
+def test_an_open_that_meets_any_failing_call_with_any_error(fast_root, monkeypatch, call, for_good, code):
+    """The same, each N with each error, where an open does most."""
+    sweep_open(fast_root, monkeypatch, call, lambda nth: code, for_good)
 
 
 def test_a_full_disk_evicts_and_tries_once_more(root, monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from typer.testing import CliRunner
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
@@ -25,6 +26,7 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.base import ScheduleEndContext, TransferJob
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
+from kvtier import cli
 from lmcache_nvme_backend.store import ChunkStore, Namespace, StoreSettings
 from lmcache_nvme_backend.store.pruning import Selection, plan, prune
 from lmcache_nvme_backend.store.survey import DAY_S
@@ -219,6 +221,29 @@ def test_only_blocks_and_old_temporaries_of_the_tier_are_ever_removed(tmp_path, 
     assert pruned(tmp_path, namespace="model") == (BLOCKS, BLOCKS * BLOCK)
     assert {path.name for path in folder.iterdir()} == {"notes.bin", f"{'0' * 64}.bin", young.name}
     assert (outside / block.name).read_bytes() == b"not yours"
+
+
+def test_the_command_looks_at_it_and_prunes_it(tmp_path, tier):
+    """`kvtier store` by its words: inspect and prune take vLLM's root, verify says why it does not."""
+    made = tier("org/model")
+    data = made.fill()
+    assert made.store(keys("command"))
+
+    def kvtier(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(cli.app, ["store", words[0], str(tmp_path), *words[1:]])
+        return done.exit_code, " ".join((done.stdout + done.stderr).split())
+
+    code, said = kvtier("inspect")
+    assert code == 0 and "org/model" in said and f"{BLOCKS} chunks" in said and "This tier has no quota" in said
+    code, said = kvtier("verify")
+    assert code == 2 and "no checksum" in said
+    code, said = kvtier("prune", "--keep-gib", "0", "--dry-run")
+    assert code == 0 and f"{BLOCKS} chunks" in said
+    made.fill()
+    assert made.load(keys("command")) and bytes(made.pool.cast("B")) == data
+    code, said = kvtier("prune", "--keep-gib", "0", "--yes")
+    assert code == 0 and f"Removed {BLOCKS} chunks" in said
+    assert made.lookup(keys("command")[0]) is LookupResult.MISS
 
 
 def test_a_root_may_hold_both_tiers(tmp_path, tier):

@@ -26,7 +26,7 @@ def main() -> int:
     show(report)
     if given.json:
         given.json.write_text(as_json(report) + "\n")
-    return int(bool(report.failures or report.answers.wrong or report.chunks.wrong))
+    return int(bool(report.failures or report.answers.wrong or report.chunks.wrong or report.leaks()))
 
 
 def show(report: Report) -> None:
@@ -46,11 +46,19 @@ def show(report: Report) -> None:
             "chunks compared by value",
             f"{chunks.compared}, wrong {chunks.wrong}, largest difference {chunks.largest_difference:.1e}",
         ),
-        ("growth of resident memory", f"{report.memory_growth_mib:.1f} MiB"),
+        ("read and written by the tier", f"{report.moved_mib:,.0f} MiB"),
+        (
+            "growth after the warm-up",
+            f"resident memory {' + '.join(f'{grown:.0f}' for grown in report.memory_growth_mib)} MiB (each third), "
+            f"descriptors {report.descriptors_growth:.0f}, threads {report.threads_growth:.0f}, "
+            f"staging slots missing {report.slots_missing}",
+        ),
     ]:
         table.add_row(name, value)
     Console().print(table)
-    for line in [*report.failures[:5], *report.answers.wrong[:5]]:
+    if not report.mounted:
+        print("The disk was not filled nor made read-only: this machine does not let a test mount one.")
+    for line in [*report.failures[:5], *report.answers.wrong[:5], *report.leaks()]:
         print(line)
 
 

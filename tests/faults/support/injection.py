@@ -11,9 +11,11 @@ from lmcache_nvme_backend.store import osio
 
 # Every call that the store makes; it has no fallocate and lists directories by listdir (a scandir inside).
 CALLS = (
-    "open", "close", "preadv", "pwritev", "pread", "pwrite", "fdatasync", "fstat", "lstat", "fchmod", "chmod",
-    "rename", "unlink", "mkdir", "rmdir", "listdir", "utime", "flock",
+    "open", "close", "preadv", "pwritev", "pread", "pwrite", "fdatasync", "fadvise_dontneed", "fstat", "lstat",
+    "fchmod", "chmod", "rename", "unlink", "mkdir", "rmdir", "listdir", "utime", "flock",
 )  # fmt: skip
+# What it takes for a store to make a call at all.
+SETTINGS = {"fdatasync": {"fsync": "data"}, "fadvise_dontneed": {"direct_io": "off"}}
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EMFILE, errno.ESTALE)
 
 

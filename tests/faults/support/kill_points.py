@@ -86,11 +86,11 @@ class KillPoint:
         elif self.name in ("in a write", "after the write"):
             self._arm_write()
         elif self.name in ("before the rename", "between rename and index"):
-            self._wrap("rename", lambda path: "/v1/temp/" in path, after=self.name != "before the rename")
+            self._wrap("rename", lambda _, path: path.endswith(".kv"), after=self.name != "before the rename")
         elif self.name.startswith("in eviction"):
             self._wrap("unlink", lambda path: path.endswith(".kv"), after=self.name.endswith("after the unlink"))
         elif self.name == "in a load":
-            self._wrap("preadv", lambda _: True, after=True)
+            self._wrap("preadv", lambda *_: True, after=True)
         elif self.name in ("between index and account", "in the account's write"):
             self._arm_account()
 
@@ -102,14 +102,14 @@ class KillPoint:
     def arm_before_close(self) -> None:
         self._arm_every_call()
 
-    def _wrap(self, call: str, applies: Callable[[Any], bool], after: bool) -> None:
+    def _wrap(self, call: str, applies: Callable[..., bool], after: bool) -> None:
         real = getattr(osio, call)
 
-        def hooked(first: Any, *rest: Any) -> Any:
-            if not after and applies(first):
+        def hooked(*arguments: Any) -> Any:
+            if not after and applies(*arguments):
                 self._pass()
-            result = real(first, *rest)
-            if after and applies(first):
+            result = real(*arguments)
+            if after and applies(*arguments):
                 self._pass()
             return result
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
 
-from lmcache_nvme_backend.store import ChunkStore, StoreSettings
+from lmcache_nvme_backend.store import ChunkStore, StoreSettings, account, upkeep
 from lmcache_nvme_backend.store.format import BLOCK
 from tests.faults.support.record import Did, Record, descriptor_free
-from tests.faults.support.workload import NAMESPACES, QUOTA, Workload, chunk_files
+from tests.faults.support.workload import NAMESPACES, QUOTA, Workload, chunk_files, small_counts_as_large
 from tests.unit.store.store_helpers import disk_bytes, session_files, temporaries
 
+COUNTED_WITHIN_S = 30.0
 PROBED = bytes(range(256)) * (BLOCK // 256)
 
 
@@ -33,6 +35,33 @@ def left_in_a_probe(root: Path) -> bool:
     return any(path.stat().st_size == BLOCK and path.read_bytes() == PROBED for path in root.glob("v1/temp/*"))
 
 
+def account_is_right(root: Path) -> bool:
+    """Whether what a killed process has left in the account is the disk's, or marked as in doubt, while another one has
+    the root open and rests, but for its background thread."""
+    for _ in range(200):
+        before = account.look(str(root / "v1" / "account"))
+        found = sum(disk_bytes(part) for part in root.glob("v1/*") if part.name != "temp")
+        steady = before == account.look(str(root / "v1" / "account"))
+        if steady and (before is None or before[1] or before[0].used == found):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def look_as_at_a_large_store() -> None:
+    """In this process `verify` opens from whatever snapshots were left, and leaves them as they are."""
+    small_counts_as_large()
+    upkeep.Upkeep._write_snapshot = lambda self, closed: None
+
+
+def wait_until_counted(store: ChunkStore) -> None:
+    """Until the directory behind a snapshot has been listed, where the store was opened from one."""
+    deadline = time.monotonic() + COUNTED_WITHIN_S
+    while store._census.unlisted or not store._upkeep._ranked:
+        need(time.monotonic() < deadline, "other", "the directory behind a snapshot is not counted")
+        time.sleep(0.001)
+
+
 def verify(root: Path, seed: int, record: Record) -> None:
     """Raises `Broken`; every chunk that is found with its right bytes goes to `record`."""
     weight = disk_bytes(root) - BLOCK * left_in_a_probe(root)
@@ -41,6 +70,7 @@ def verify(root: Path, seed: int, record: Record) -> None:
     found = 0
     for which, namespace in enumerate(NAMESPACES):
         with ChunkStore.open(root, namespace, StoreSettings(quota_bytes=QUOTA, lock_wait_s=2.0)) as store:
+            wait_until_counted(store)
             need(temporaries(root) == [], "other", f"temporaries are left: {temporaries(root)}")
             need(len(session_files(root)) == 1, "other", f"sessions are left: {session_files(root)}")
             usage = store.usage()

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import mmap
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import shake_128
 from pathlib import Path
 from typing import Final
 
-from lmcache_nvme_backend.store import ChunkKey, ChunkStore, Hit, Namespace, StoreSettings, digest_fields
+from lmcache_nvme_backend.store import (
+    ChunkKey,
+    ChunkStore,
+    Hit,
+    Namespace,
+    StoreSettings,
+    census,
+    digest_fields,
+    recovery,
+    upkeep,
+)
 from tests.faults.support.record import Did, Record
 
 NAMESPACES: Final = tuple(Namespace({"model": "m", "rank": rank}) for rank in range(2))
@@ -46,6 +56,15 @@ def random_settings(chance: random.Random, codec: str) -> StoreSettings:
         codec=codec,  # type: ignore[arg-type]
         lock_wait_s=5.0,
     )
+
+
+def small_counts_as_large(change: Callable[[object, str, int], None] = setattr) -> None:
+    """From now on a namespace of a few chunks has a snapshot, opens from it, and is listed by several threads, as one
+    of many thousands does."""
+    change(upkeep, "SNAPSHOT_FROM", 1)
+    change(upkeep, "RANK_AT_OPEN", 0)
+    change(census, "RANK_AT_OPEN", 0)
+    change(recovery, "CHEAP_LISTING", 0)
 
 
 class Workload:

@@ -136,6 +136,26 @@ def test_prune_shows_first_and_removes_only_when_told(root):
     assert done.returncode == 0 and "Nothing is to go" in done.stdout
 
 
+def test_each_condition_of_prune_chooses_what_it_says(root):
+    """By the head of a name, by what may stay, by age; several must all be met."""
+    size = sum(path.stat().st_size for path in root.glob(f"v1/{OLD.digest}/*/*.kv")) / 2**30
+
+    def chosen(*conditions: str) -> dict[str, int]:
+        (told,) = json.loads(kvtier("prune", str(root), *conditions, "--dry-run", "--json", "-").stdout)["plans"]
+        return {part["name"]: part["chunks"] for part in told["parts"]}
+
+    assert chosen("--namespace", NEW.digest[:10]) == {NEW.digest: 4}
+    assert chosen("--keep-gib", str(size * 1.5)) == {OLD.digest: 2}
+    assert chosen("--keep-gib", str(size * 0.5)) == {OLD.digest: 4, NEW.digest: 2}
+    assert chosen("--older-than", "30min") == {OLD.digest: 4, NEW.digest: 4}
+    assert chosen("--older-than", "30min", "--namespace", NEW.digest) == {NEW.digest: 4}
+    assert chosen("--stale", "--older-than", "3h") == {}
+    assert chosen("--stale", "--stale-after", "30min") == {OLD.digest: 4, NEW.digest: 4}
+    assert files(root) == 8
+    assert kvtier("prune", str(root), "--namespace", NEW.digest[:10], "--yes").returncode == 0
+    assert files(root) == 4 and not (root / "v1" / NEW.digest).exists()
+
+
 def test_prune_json_tells_plan_and_outcome(root):
     """For a script, with --yes."""
     told = json.loads(kvtier("prune", str(root), "--older-than", "90min", "--yes", "--json", "-").stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from store_helpers import (
@@ -22,6 +23,7 @@ from store_helpers import (
     temporaries,
 )
 
+from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import Miss, MissCause, PutResult, osio, recovery
 from lmcache_nvme_backend.store.format import chunk_name
 
@@ -183,6 +185,38 @@ def test_a_chunk_under_a_wrong_shard_is_not_found(root):
         assert store.usage().used_bytes == CHUNK_FILE
 
 
+@pytest.mark.parametrize("again", ["counted", "opened"])
+def test_what_could_not_be_looked_at_is_not_taken_for_nothing(root, monkeypatch, again):
+    """A count that fails half-way is no count: the account stays in doubt until one succeeds."""
+    with open_store(root) as store:
+        put_prefix(store, KEYS)
+        stray = f"{store.directory}/stray"
+    (root / "v1" / "stray").mkdir()
+    for path in (Path(stray), root / "v1" / "stray" / "file"):
+        path.write_bytes(bytes(5000))
+    real = osio.lstat
+
+    def failing(path):
+        if path == stray:
+            raise OSError(errno.EIO, "unreadable")
+        return real(path)
+
+    if again == "opened":
+        with monkeypatch.context() as patch:
+            patch.setattr(osio, "lstat", failing)
+            with pytest.raises(ConfigError, match="unreadable"):
+                open_store(root)
+    with open_store(root) as store:
+        if again == "counted":
+            with monkeypatch.context() as patch:
+                patch.setattr(osio, "lstat", failing)
+                with pytest.raises(OSError, match="unreadable"), store._account.locked(5, force_recount=True):
+                    pass
+            with store._account.locked(5):
+                pass
+        assert store.usage().used_bytes == disk_bytes(root) == 5 * CHUNK_FILE + 10_000
+
+
 def listers():
     return [thread for thread in threading.enumerate() if thread.name.startswith("kvtier-list")]
 
@@ -220,3 +254,57 @@ def test_a_large_namespace_is_listed_by_several_at_once(root, monkeypatch):
     with pytest.raises(OSError, match="unreadable"):
         list(recovery.NamespaceScan(directory))
     assert not listers()
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_large_namespace_is_listed_with_the_threads_that_can_be_had(root, monkeypatch, threads):
+    """A process at its limit of threads, or at its end, opens, counts and stores all the same."""
+    keys = prefix("many", 60)
+    with open_store(root) as store:
+        put_prefix(store, keys)
+    monkeypatch.setattr(recovery, "CHEAP_LISTING", 0)
+    real, started = threading.Thread.start, []
+
+    def start(thread):
+        if thread.name == "kvtier-list":
+            if len(started) == threads:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+        real(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with open_store(root) as store:
+            assert len(started) == threads
+            assert store.match(keys) == 60 and store.usage().used_bytes == disk_bytes(root)
+            started.clear()
+            with store._account.locked(5, force_recount=True):
+                pass
+            assert put(store, prefix("more", 1)[0]) is PutResult.STORED
+            assert store.usage().used_bytes == disk_bytes(root)
+    assert not listers()
+
+
+def test_the_interpreter_ends_while_a_directory_hangs(root, start_child):
+    """What lists directories in the background is not waited for at the exit."""
+    program = """
+import threading
+from lmcache_nvme_backend.store import osio, recovery
+with open_store(root) as store:
+    put_prefix(store, prefix("many", 60))
+    directory = store.directory
+recovery.CHEAP_LISTING = 0
+real, hanging = osio.listdir, threading.Event()
+def listdir(path):
+    if threading.current_thread().name == "kvtier-list":
+        hanging.set()
+        time.sleep(600)
+    return real(path)
+osio.listdir = listdir
+threading.Thread(target=lambda: list(recovery.NamespaceScan(directory)), daemon=True).start()
+hanging.wait()
+say("hangs")
+"""
+    child = start_child(program, root)
+    assert child.stdout.readline() == "hangs\n"
+    assert child.wait(timeout=30) == 0

@@ -114,14 +114,16 @@ def test_sixteen_bytes_of_any_value_are_hex_on_disk(root):
 
 PERMISSIONS = """
 os.umask(int(sys.argv[2], 8))
-store = open_store(root, quota_chunks=8)
-other = open_store(root, quota_chunks=8, namespace=OTHER_NAMESPACE)
+from lmcache_nvme_backend.store import upkeep
+upkeep.SNAPSHOT_FROM, upkeep.GHOSTS_SHARE = 1, 0
+store = open_store(root, write_budget_bytes_per_day=1 << 40)
+other = open_store(root, namespace=OTHER_NAMESPACE)
 put_prefix(store, prefix("mine", 4))
 put_prefix(other, prefix("other", 4))
 from lmcache_nvme_backend.store import osio
 real = osio.rename
 def look(source, target):
-    if target.endswith(".kv"): show()
+    show()
     real(source, target)
 def show():
     for directory, names, files in os.walk(root / "v1"):
@@ -129,6 +131,9 @@ def show():
             found = os.lstat(path)
             print(("d" if os.path.isdir(path) else "f"), oct(found.st_mode & 0o7777), path[len(str(root)):])
 osio.rename = look
+store.match(prefix("unknown", 1))
+store._upkeep._write_ghosts()
+store._upkeep._write_snapshot(closed=False)
 put(store, prefix("more", 1)[0])
 osio.rename = real
 from lmcache_nvme_backend.store.inspection import StoreTree
@@ -144,8 +149,8 @@ say("end")
 
 @pytest.mark.parametrize("umask", ["0", "022", "0777"])
 def test_files_are_for_their_owner_alone_whatever_the_umask(root, start_child, umask):
-    """Chunks, descriptions, the account, sessions, a temporary just before its publication, and what a tool makes:
-    files 0600, directories 0700."""
+    """Chunks, descriptions, the account, sessions, hints, the write budget, temporaries just before their publication,
+    and what a tool makes: files 0600, directories 0700."""
     child = start_child(PERMISSIONS, root, umask)
     seen: dict[str, set[str]] = {"d": set(), "f": set()}
     kinds = set()
@@ -159,7 +164,8 @@ def test_files_are_for_their_owner_alone_whatever_the_umask(root, start_child, u
     assert seen == {"d": {"0o700"}, "f": {"0o600"}}
     sessions = {kind for kind in kinds if len(kind) == 16}
     temporaries = {kind for kind in kinds if kind[16:17] == "-"}
-    assert {"v1", "account", "sessions", "temp", ".kv", ".json"} <= kinds and len(sessions) == 3 and temporaries
+    assert {"v1", "account", "sessions", "temp", ".kv", ".json", ".snapshot", "ghosts", "writes"} <= kinds
+    assert len(sessions) == 3 and len(temporaries) == 3
 
 
 def outside_store(root: Path) -> tuple[Path, list[ChunkKey]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -103,6 +104,29 @@ def test_a_chunk_that_is_there_and_not_named_is_found(root):
         assert holds(opened, late)
         assert all(holds(opened, key) for key in KEYS)
         assert opened.usage().used_bytes == disk_bytes(root)
+
+
+def test_a_chunk_that_is_removed_while_the_directory_is_counted_is_accounted_once(root, monkeypatch):
+    """Who removes one takes it out of the index first and waits for the lock: its file is counted until then."""
+    filled(root)
+    monkeypatch.setattr(upkeep.Upkeep, "_count", lambda self: None)
+    with open_store(root) as opened:
+        real, removing = opened._index.reconcile, []
+
+        def meanwhile(shards):
+            found = real(shards)
+            removing.append(threading.Thread(target=opened.remove, args=(KEYS[4],)))
+            removing[0].start()
+            while KEYS[4] in opened._index:
+                time.sleep(0.001)
+            return found
+
+        monkeypatch.setattr(opened._index, "reconcile", meanwhile)
+        with opened._account.locked(5):
+            assert removing[0].is_alive()
+        removing[0].join(30)
+        assert opened.usage().used_bytes == disk_bytes(root)
+        assert len(list(root.glob("v1/*/*/*.kv"))) == len(KEYS) - 1
 
 
 def test_a_chunk_that_lies_there_twice_is_kept_once(root):

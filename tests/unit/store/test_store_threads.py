@@ -98,6 +98,23 @@ def test_a_load_goes_on_while_its_chunk_is_evicted(root, monkeypatch):
         assert not store.contains(key)
 
 
+def test_a_chunk_that_is_found_stored_while_it_is_removed_is_not_promised(root, monkeypatch):
+    """A put that comes between finds the file, and finds it gone afterwards: index and disk say the same."""
+    key = prefix("both", 1)[0]
+    with open_store(root) as store:
+        put(store, key)
+        real = store._remove_file
+
+        def put_first(key, entry, inode=None):
+            assert put(store, key) is PutResult.EXISTS and store.known(key)
+            return real(key, entry, inode)
+
+        monkeypatch.setattr(store, "_remove_file", put_first)
+        assert store.remove(key)
+        assert not store.known(key) and store.match([key]) == 0
+        assert store.usage().used_bytes == disk_bytes(root) == 0
+
+
 def test_no_lock_is_held_while_bytes_move(root, monkeypatch):
     """A slow disk must not stop lookups, loads or stores of other chunks."""
     slow, quick = prefix("slow", 1)[0], prefix("quick", 2)
