@@ -103,13 +103,13 @@ def test_a_chunk_that_is_found_stored_while_it_is_removed_is_not_promised(root, 
     key = prefix("both", 1)[0]
     with open_store(root) as store:
         put(store, key)
-        real = store._remove_file
+        real = store._chunks.remove_file
 
         def put_first(key, entry, inode=None):
             assert put(store, key) is PutResult.EXISTS and store.known(key)
             return real(key, entry, inode)
 
-        monkeypatch.setattr(store, "_remove_file", put_first)
+        monkeypatch.setattr(store._chunks, "remove_file", put_first)
         assert store.remove(key)
         assert not store.known(key) and store.match([key]) == 0
         assert store.usage().used_bytes == disk_bytes(root) == 0
