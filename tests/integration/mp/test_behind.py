@@ -292,9 +292,11 @@ def test_a_chunk_larger_than_the_copies_may_be_stays_here(hosts):
     assert counted(host, "stored") == 0
 
 
-def test_a_shared_file_system_behind(node, tmp_path):
-    """Any of LMCache's adapters can stand behind: its fs adapter on a directory that both hosts mount."""
-    behind = {"type": "fs", "base_path": str(tmp_path / "shared")}
+@pytest.mark.parametrize("kind", ["fs", "fs_native"])
+def test_a_shared_file_system_behind(node, tmp_path, kind):
+    """Any of LMCache's adapters can stand behind: its fs adapters on a directory that both hosts mount."""
+    (tmp_path / "shared").mkdir()
+    behind = {"type": kind, "base_path": str(tmp_path / "shared")}
     first, second = (node(tmp_path / name, behind=behind) for name in "ab")
     assert all(host.adapter.behind.remote.wait_up(30) for host in (first, second))
     first.store(keys(3))

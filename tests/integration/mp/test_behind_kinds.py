@@ -23,7 +23,7 @@ from tests.unit.kvtier.boxes import UNIT
 
 from .conftest import keys, wait_for
 
-S3 = {"type": "s3", "s3_endpoint": "https://kv.s3.example", "s3_region": "eu-central-1"}
+S3 = {"type": "s3", "s3_endpoint": "s3://kv.s3.eu-central-1.amazonaws.com", "s3_region": "eu-central-1"}
 VALKEY = {"type": "valkey", "startup_nodes": "kv.example:6379", "tls_enable": True, "password": "secret"}
 MOONCAKE = {
     "type": "mooncake_store", "local_hostname": "10.0.0.1", "metadata_server": "http://kv.example:8080/metadata",

@@ -109,7 +109,7 @@ def test_a_password_is_on_no_command_line() -> None:
 
 def test_any_adapter_of_lmcache_that_hosts_share_can_stand_behind() -> None:
     """A JSON object goes through as it is, but for secrets that LMCache finds in the environment as well."""
-    spec: dict[str, Any] = {"type": "s3", "s3_endpoint": "https://s3.example", "s3_region": "eu"}
+    spec: dict[str, Any] = {"type": "s3", "s3_endpoint": "s3://kv.s3.example", "s3_region": "eu"}
     secret = {"aws_access_key_id": "id", "aws_secret_access_key": "hid den"}
     for given in (spec, spec | secret):
         server, _ = commands(lmcache_server.render(made(), json.dumps(given)))
