@@ -61,6 +61,7 @@ class _Job:
         self.failures = 0
         self.left = len(keys)
         self.began = time.monotonic()
+        self.started = 0.0  # when the first of its tasks came to a thread
         self.copying = 0  # tasks that write to the buffer now
         self.given_up = self.over = False
 
@@ -90,9 +91,8 @@ class Transfers:
         self._stores: deque[tuple[_Job, _Task]] = deque()
         self._open_jobs = 0
         self._open_loads: set[_Job] = set()
-        self._moved_at = (
-            0.0  # when the disk answered a read last, whichever job's: one that waits its turn has not stalled
-        )
+        # When a read, or a chunk's store, ended last, whichever job's: one that waits for its turn has not stalled.
+        self._read_at = self._stored_at = 0.0
         self._own = threading.local()
         self._rows_in_flight = 0
         self._closed = False
@@ -217,8 +217,8 @@ class Transfers:
         ended = []
         with self._lock:
             for job in self._open_loads:
-                waits = job.left > job.copying and not job.given_up
-                if not waits or now - max(job.began, self._moved_at) <= limit_s:
+                since = job.started or max(job.began, self._stored_at)
+                if job.given_up or job.left == job.copying or now - max(since, self._read_at) <= limit_s:
                     continue
                 job.given_up = True
                 job.failures += job.left
@@ -276,6 +276,7 @@ class Transfers:
             cause, entered = GAVE_UP, False
             try:
                 if not job.given_up:
+                    job.started = job.started or time.monotonic()
                     cause = self._read(chunk)
                 with self._lock:
                     if job.given_up:
@@ -312,7 +313,7 @@ class Transfers:
             scratch = self._own.scratch = mmap.mmap(-1, self._row_bytes)
         with memoryview(scratch) as into:
             result = self._store.get(chunk, into[: self._row_bytes])
-        self._moved_at = time.monotonic()
+        self._read_at = time.monotonic()
         if isinstance(result, Hit):
             return "" if result.nbytes == self._row_bytes else "other size"
         return result.cause.value
@@ -347,6 +348,7 @@ class Transfers:
             if result is None:
                 with self._row(row) as payload:
                     result = self._store.put(place.key, payload, depth=place.depth, parent=place.parent)
+                self._stored_at = time.monotonic()
             if result.kept:
                 job.done.append(key)
                 reached = max(reached, end)

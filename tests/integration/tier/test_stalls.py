@@ -133,6 +133,21 @@ def test_a_load_that_waits_for_its_turn_does_not_stall(world: Make, monkeypatch:
     assert one.rows(context, keys) == list(noise(keys).values())
 
 
+def test_a_load_that_waits_behind_stores_does_not_stall(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads are busy, and the disk works."""
+    one, request, other = world(io_threads=1, rows=32), Request("a", 3), Request("b", 6)
+    save_all(one, "r1", request)
+    one.forget_host()
+    real = ChunkStore.put
+    monkeypatch.setattr(transfers, "STALL_S", 0.6)
+    monkeypatch.setattr(ChunkStore, "put", lambda *given, **named: (time.sleep(0.25), real(*given, **named))[1])
+    began = time.monotonic()
+    one.save(one.begin("r2", other), keys_of(other), noise(keys_of(other)))
+    assert one.found(one.begin("r3", request), keys_of(request)) == 3
+    assert time.monotonic() - began > 2 * transfers.STALL_S
+    assert one.tier.transfers.load_failures.snapshot() == {}
+
+
 def test_a_reset_and_a_shutdown_do_not_wait_for_a_read_that_hangs(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM drains the tier's jobs before it empties its buffer."""
     one, request = world(), Request("a", 3)
