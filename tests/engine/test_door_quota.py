@@ -18,7 +18,7 @@ WHOLE = 1500 // CHUNK * CHUNK
 ALL: dict[str, Any] = {"quota_gib": QUOTA_GIB, "admission": "all"}
 
 
-@pytest.mark.parametrize("door", ["native"])
+@pytest.mark.parametrize("door", ["native", "tier", "mp"])
 def test_a_run_longer_than_the_quota_stays_within_it_and_right(model: Path, tmp_path: Path, door: str) -> None:
     """Cold, repeated, evicted and restarted: the same token ids; some prompts have gone from the disk, the last has
     not; and a new engine on the full root finds that one and goes on within the quota."""

@@ -88,7 +88,7 @@ def serve(
     with ExitStack() as stack:
         server = None
         if door == "mp":
-            adapter = nvme_adapter(root, quota_gib, **settings)
+            adapter = nvme_adapter(root, quota_gib, **{"staging_mib": 32, **settings})
             spec = LmcacheServerSpec(log=folder / "server.log", l2_adapters=(adapter,), l1_gb=L1_GB)
             server = stack.enter_context(LmcacheServer(spec))
             transfer = server.kv_transfer
