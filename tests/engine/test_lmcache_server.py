@@ -11,10 +11,11 @@ import pytest
 
 from kvtier.engine import Engine, EngineSpec
 from kvtier.lmcache_server import LmcacheServer, LmcacheServerSpec, nvme_adapter
+from tests.integration.mp.redis_server import Redis
 
 from .conftest import CHUNK, text
 
-# Two servers and two engines; `make test` has the adapter in LMCache's own storage manager (tests/integration/mp).
+# Five servers and five engines; `make test` has the adapter in LMCache's own storage manager (tests/integration/mp).
 pytestmark = pytest.mark.long
 
 PROMPT, DAMAGED = text(700, seed=1), text(500, seed=2)
@@ -41,18 +42,18 @@ class Stack:
         """Empty vLLM's own prefix cache."""
         httpx.post(f"{self.engine.url}/reset_prefix_cache", timeout=30).raise_for_status()
 
-    def stored(self, chunks: int) -> None:
+    def stored(self, chunks: int, counter: str = "kvtier_chunks_stored_total") -> None:
         """Wait until the tier has written so many chunks."""
         deadline = time.monotonic() + 30
-        while (self.server.metrics().get("kvtier_chunks_stored_total") or 0) < chunks:
+        while (self.server.metrics().get(counter) or 0) < chunks:
             assert time.monotonic() < deadline, "the chunks do not arrive"
             time.sleep(0.2)
 
 
 @contextmanager
-def stack(folder, model, root):
+def stack(folder, model, root, **params):
     folder.mkdir(exist_ok=True)
-    adapter = nvme_adapter(root, 1, staging_mib=64)
+    adapter = nvme_adapter(root, 1, staging_mib=64, **params)
     with LmcacheServer(LmcacheServerSpec(log=folder / "server.log", l2_adapters=(adapter,))) as server:
         spec = EngineSpec(
             model=model,
@@ -130,3 +131,42 @@ def test_the_namespace_is_the_models(lives):
     described = json.loads(told.read_text())
     assert described["facts"]["door"] == "lmcache-mp" and described["facts"]["model"].startswith("engine:")
     assert described["notes"]["model"] == str(lives["second"].engine.spec.model)
+
+
+def test_a_salt_keeps_tenants_apart(lives):
+    """A prompt that was stored without one is not served to a tenant, nor a tenant's to another; to itself it is."""
+    second = lives["second"]
+    for salt, served in (("red", False), ("blue", False), ("red", True)):
+        second.forget()
+        answer, tokens = second.ask(PROMPT, cache_salt=salt)
+        assert answer.text == lives["cold"].text
+        assert tokens == (answer.prompt_tokens // CHUNK * CHUNK if served else 0), salt
+
+
+def test_what_one_hosts_server_stored_the_other_hosts_serves_and_keeps(model, tmp_path):
+    """Two servers with NVMe directories of their own and one Redis behind both; engine and server of the first host are
+    gone when the second one is asked, and Redis is when it is asked again."""
+    redis = Redis(tmp_path)
+    behind = {"type": "resp", "host": "127.0.0.1", "port": redis.port, "num_workers": 2}
+    roots = [tmp_path / name for name in ("a", "b")]
+    for root in roots:
+        root.mkdir()
+    try:
+        with stack(tmp_path / "first", model, roots[0], behind=behind) as first:
+            cold, tokens = first.ask(PROMPT)
+            number = cold.prompt_tokens // CHUNK
+            assert tokens == 0 and number > 4
+            first.stored(number, "kvtier_behind_chunks_stored_total")
+        with stack(tmp_path / "second", model, roots[1], behind=behind) as second:
+            answer, tokens = second.ask(PROMPT)
+            assert (answer.text, tokens) == (cold.text, number * CHUNK)
+            assert second.server.metrics().value("kvtier_behind_chunks_loaded_total") == number
+            second.stored(number, "kvtier_behind_chunks_kept_total")
+            assert len(chunks(roots[1])) == number
+        redis.stop()
+        with stack(tmp_path / "third", model, roots[1], behind=behind) as third:
+            answer, tokens = third.ask(PROMPT)
+            assert (answer.text, tokens) == (cold.text, number * CHUNK)
+            assert third.server.metrics().value("kvtier_chunks_loaded_total") >= number
+    finally:
+        redis.stop()

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from kvtier.facts import Memory
 from kvtier.plan.result import Decision, Plan
 from kvtier.units import GIB
+from lmcache_nvme_backend.doors.mp.params import check_behind
 from lmcache_nvme_backend.errors import ConfigError
 
 HOST, PORT = "127.0.0.1", 5555
@@ -18,6 +19,12 @@ _REDIS_PORT = 6379
 _WATERMARK = 0.8
 _ARGUMENT = "--kv-transfer-config"
 _POOL = "--kv-cache-memory-bytes"
+# Settings of LMCache's adapters that may stand in the server's environment, which others on the host cannot see.
+_IN_ENVIRONMENT = {
+    "resp": {"username": "LMCACHE_RESP_USERNAME", "password": "LMCACHE_RESP_PASSWORD"},
+    "aerospike": {"username": "LMCACHE_AEROSPIKE_USERNAME", "password": "LMCACHE_AEROSPIKE_PASSWORD"},
+    "s3": {"aws_access_key_id": "AWS_ACCESS_KEY_ID", "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY"},
+}
 _CONTEXT_STEP = 256
 
 
@@ -136,12 +143,12 @@ def parse_behind(text: str | None) -> tuple[dict[str, Any] | None, dict[str, str
         return None, {}
     if text.lstrip().startswith("{"):
         try:
-            spec = json.loads(text)
+            spec = check_behind(json.loads(text))
+        except ConfigError as e:
+            raise ConfigError(f"--{e.setting}", e.found, e.allowed, e.todo) from None
         except ValueError as e:
             raise _refuse(text, f"It is no JSON: {e}.") from None
-        if not isinstance(spec.get("type"), str):
-            raise _refuse(text, "Give it a type.")
-        return spec, {}
+        return _without_secrets(spec)
     try:
         url = urlsplit(text)
         port = url.port or _REDIS_PORT
@@ -152,9 +159,16 @@ def parse_behind(text: str | None) -> tuple[dict[str, Any] | None, dict[str, str
         raise _refuse(text, "LMCache's Redis client knows no TLS." if tls else "Such as redis://kv.example:6379.")
     if url.path.strip("/") not in ("", "0") or url.query:
         raise _refuse(text, "LMCache's Redis client takes database 0 and no options: leave them out.")
-    named = {"LMCACHE_RESP_USERNAME": url.username, "LMCACHE_RESP_PASSWORD": url.password}
-    secrets = {name: unquote(value) for name, value in named.items() if value}
-    return {"type": "resp", "host": url.hostname, "port": port}, secrets
+    named = {"username": url.username, "password": url.password}
+    given = {name: unquote(value) for name, value in named.items() if value}
+    return _without_secrets({"type": "resp", "host": url.hostname, "port": port, **given})
+
+
+def _without_secrets(spec: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What of an adapter's settings LMCache reads from the environment as well goes there."""
+    names = _IN_ENVIRONMENT.get(spec["type"], {})
+    rest = {key: value for key, value in spec.items() if key not in names}
+    return rest, {names[key]: str(value) for key, value in spec.items() if key in names and value}
 
 
 def _refuse(text: str, todo: str) -> ConfigError:

@@ -48,8 +48,11 @@ def parse_params(params: Mapping[str, Any]) -> MpSettings:
 
 
 def _behind(value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
+    return None if value is None else check_behind(value)
+
+
+def check_behind(value: Any) -> dict[str, Any]:
+    """What can be known of the store behind without LMCache. Raises `ConfigError`."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ConfigError(
             "behind", repr(value), "an object as --l2-adapter takes it, with a type",
@@ -70,4 +73,7 @@ def _behind(value: Any) -> dict[str, Any] | None:
 
 # Of one host, of a peer's memory, or bound to memory that LMCache registers and this door must not lend: what comes
 # late from behind must never be written to where another chunk lies by then.
-_LOCAL_TYPES = ("plugin", "native_plugin", "p2p", "dax", "raw_block", "nixl_store", "nixl_store_dynamic", "nixl_native")
+_LOCAL_TYPES = (
+    *("plugin", "native_plugin", "p2p", "dax", "raw_block", "nixl_store", "nixl_store_dynamic", "nixl_native"),
+    *("mock", "fault_inject"),
+)

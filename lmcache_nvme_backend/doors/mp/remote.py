@@ -71,6 +71,7 @@ class Remote:
         self._up = threading.Event()
         self._suspect = False
         self._stop = threading.Event()
+        self._closed = False
         self._closing: threading.Thread | None = None
         self._why = ""
         self._thread = threading.Thread(target=self._run, name="kvtier-behind", daemon=True)
@@ -109,7 +110,7 @@ class Remote:
         """Something did not come in time or failed: ask nothing more before the next probe is answered."""
         if not self._suspect:
             self._suspect, self._why = True, why
-            self._wake.notify()
+            self._notify()
 
     def _submit(
         self, kind: Kind, submit: Callable[[Any], int], keys: list[Any] | None = None, obj: Any = None
@@ -238,10 +239,20 @@ class Remote:
     def suspected(self) -> bool:
         return self._suspect
 
+    def _notify(self) -> None:
+        with self._lock:  # a descriptor that is closed may be somebody else's by now
+            if not self._closed:
+                self._wake.notify()
+
     def close(self) -> None:
+        """Idempotent. A client that hangs in its end is left behind, with the descriptor that its thread waits on."""
         self._stop.set()
-        self._wake.notify()
+        self._notify()
         self._thread.join(_CLOSE_WAIT_S + PROBE_DOWN_S)
+        with self._lock:
+            if not self._closed and not self._thread.is_alive():
+                self._closed = True
+                self._wake.close()
 
 
 class _NobodyListens:

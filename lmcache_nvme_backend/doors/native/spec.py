@@ -46,6 +46,7 @@ class NvmeOffloadingSpec(OffloadingSpec):
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
         self.groups = [self._group(group) for group in config.groups]
+        self._check_states()
         self.namespace = facts.namespace(self.settings, config, self._engine.vllm_config, self._engine.kv_cache_config)
         if any(group.window is not None for group in self.groups) and self.settings.admission == "second-sight":
             raise ConfigError(
@@ -57,6 +58,17 @@ class NvmeOffloadingSpec(OffloadingSpec):
         spec = facts.first_spec(self._engine.kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec)
         tokens = group.tokens_per_block * self.blocks_per_chunk
         return CacheGroup(group.group_id, tokens // self.tokens_per_hash, window_in_chunks()(spec, tokens))
+
+    def _check_states(self) -> None:
+        """Raises `ConfigError` where no state would ever be stored: vLLM keeps one at few places, so of several blocks
+        hardly all are there, and without its states nothing of a prompt can be loaded."""
+        specs = [facts.first_spec(group.kv_cache_spec) for group in self._engine.kv_cache_config.kv_cache_groups]
+        some = any(getattr(spec, "mamba_cache_mode", "all") != "all" for spec in specs)
+        if some and self.blocks_per_chunk > 1:
+            raise ConfigError(
+                "blocks_per_chunk", f"{self.blocks_per_chunk} with a model that keeps states", "1",
+                "Leave it out, and block_size as well: the blocks of such a model are large as they are.",
+            )  # fmt: skip
 
     @property
     def _chunk_bytes(self) -> dict[int, int]:

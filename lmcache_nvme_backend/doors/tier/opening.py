@@ -28,7 +28,7 @@ from lmcache_nvme_backend.store.opening import check_root
 WHERE: Final = "the NvmeTier entry of secondary_tiers"
 # Keys of a tier's dictionary that are vLLM's.
 _VLLMS: Final = ("type", "module_path", "locality", "backpressure")
-# Settings of doors that have memory of their own.
+# Settings of doors that have a staging ring.
 _UNUSED: Final = ("staging_mib", "store_wait_ms")
 OLDEST: Final = (0, 29)
 VERSIONS: Final = "versions 0.29 to 0.33"
@@ -49,7 +49,7 @@ def parse(config: Mapping[str, Any]) -> NvmeSettings:
                 name,
                 repr(config[name]),
                 "nothing",
-                f"Remove it: {WHERE} has no memory of its own, vLLM's is its staging.",
+                f"Remove it: vLLM's buffer is the staging of {WHERE}.",
             )
     return parse_tier_settings(config, _VLLMS, where=WHERE, staging_mib=1)
 
@@ -207,6 +207,21 @@ def unstable_hash_warning(vllm_config: Any | None) -> str | None:
     return (
         f"--prefix-caching-hash-algo is {algorithm} and PYTHONHASHSEED is not set: vLLM draws a seed for each process, "
         "so nothing stored now will be found after a restart. Use sha256 (the default)."
+    )
+
+
+def states_warning(config: Any, engine: Engine) -> str | None:
+    """One sentence where hardly any state of a hybrid model is ever whole, so that little or nothing is found.
+
+    `config` is vLLM's `OffloadingConfig`.
+    """
+    groups = engine.kv_cache_config.kv_cache_groups if engine.kv_cache_config is not None else ()
+    states = any(getattr(group.kv_cache_spec, "mamba_cache_mode", "all") != "all" for group in groups)
+    if not states or int(config.cache.blocks_per_chunk) == 1:
+        return None
+    return (
+        f"blocks_per_chunk is {config.cache.blocks_per_chunk} and the model keeps states, of which vLLM has few: what "
+        "is stored may never be found. Set blocks_per_chunk to 1 beside cpu_bytes_to_use."
     )
 
 

@@ -1,6 +1,6 @@
 """Before the first request: does a row of vLLM's host buffer come back from the disk as it went?
 
-The buffer is shared memory, which the disk reads and writes without a copy where the system allows it. What it
+The buffer is shared memory, from which the disk takes what it writes without a copy where the system allows it. What it
 does not allow shows here, and not in a first answer. It runs while the buffer is empty, and leaves it as it was.
 """
 

@@ -97,7 +97,11 @@ class NvmeTier(SecondaryTierManager):
         store = self._store = opening.open_tier_store(
             self.settings, self._offloading_spec, engine, self.groups, self._row_bytes
         )
-        if warning := opening.unstable_hash_warning(engine.vllm_config):
+        hashes, states = (
+            opening.unstable_hash_warning(engine.vllm_config),
+            opening.states_warning(self._offloading_spec.config, engine),
+        )
+        for warning in filter(None, (hashes, states)):
             logger.warning("lmcache_nvme_backend: %s", warning)
         self._buffer = self._primary_kv_view.cast("B")
         if self.settings.self_test == "on":

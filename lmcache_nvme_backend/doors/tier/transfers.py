@@ -1,14 +1,18 @@
 """Jobs between vLLM's host buffer and the store, on a bounded pool of threads.
 
-No memory of its own: the store reads into and writes from the buffer's rows. A chunk of a load is a task, so that one
-request's chunks come in side by side; a store job is one task that goes through its chunks in the order of their
-prefix, so that what follows a refused chunk is refused, and a chunk is never on disk before what it stands on. Loads
-go first, since requests wait for them.
+A chunk of a load is a task, so that one request's chunks come in side by side; a store job is one task that goes
+through its chunks in the order of their prefix, so that what follows a refused chunk is refused, and a chunk is never
+on disk before what it stands on. Loads go first, since requests wait for them.
+
+Stores write from the buffer's rows. A load reads into a row's worth of memory of its thread's, and only then copies:
+a read that hangs in the disk can be given up, and its row be used for something else, while the disk may still write
+to where it was told to.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 import time
 from collections import deque
@@ -16,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
 import msgspec
+import numpy as np
 
 from lmcache_nvme_backend.doors.counts import Counts
 from lmcache_nvme_backend.doors.tier.requests import RequestPrefix, split_key
@@ -25,6 +30,11 @@ logger = logging.getLogger("vllm.lmcache_nvme_backend")
 
 CUT = "its prefix was cut"
 IN_FLIGHT = "too many in flight"
+STALLED, GAVE_UP = "stalled", "gave up"
+# Loads fail where nothing has been read for this long: the disk hangs, and the prompts can be computed meanwhile.
+STALL_S = 30.0
+# How often somebody who waits for jobs looks for that.
+_LOOK_S = 1.0
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -49,6 +59,16 @@ class _Job:
         self.failures = 0
         self.left = len(keys)
         self.began = time.monotonic()
+        self.started = 0.0  # when the first of its tasks came to a thread
+        self.copying = 0  # tasks that write to the buffer now
+        self.given_up = self.over = False
+
+    def ends(self) -> bool:
+        """Whether it is over from now on: nothing of it touches the buffer any more. True once; under the lock."""
+        if self.over or self.copying or (self.left and not self.given_up):
+            return False
+        self.over = True
+        return True
 
 
 _Task = Callable[[], None]
@@ -68,6 +88,10 @@ class Transfers:
         self._loads: deque[tuple[_Job, _Task]] = deque()
         self._stores: deque[tuple[_Job, _Task]] = deque()
         self._open_jobs = 0
+        self._open_loads: set[_Job] = set()
+        # When a read, or a chunk's store, ended last, whichever job's: one that waits for its turn has not stalled.
+        self._read_at = self._stored_at = 0.0
+        self._own = threading.local()
         self._rows_in_flight = 0
         self._closed = False
         self._finished: SimpleQueue[Outcome] = SimpleQueue()
@@ -116,6 +140,7 @@ class Transfers:
 
     def finished(self) -> list[Outcome]:
         """Jobs that are over since the last call."""
+        self._give_up_stalled()
         found: list[Outcome] = []
         while not self._finished.empty():
             found.append(self._finished.get())
@@ -123,8 +148,15 @@ class Transfers:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until no job touches the buffer any more; False where some still does after the time."""
-        with self._lock:
-            return self._lock.wait_for(lambda: self._open_jobs == 0, timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+            with self._lock:
+                if self._lock.wait_for(lambda: self._open_jobs == 0, max(0.0, left)):
+                    return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            self._give_up_stalled()
 
     def close(self, timeout_s: float) -> bool:
         """Let what is running end, and fail what waits; False where something hangs in the disk."""
@@ -136,10 +168,13 @@ class Transfers:
             self._lock.notify_all()
         for job, _ in waiting:
             self._part(job, None if job.is_load else job.left, "closed")
+        deadline = time.monotonic() + timeout_s
         over = self.wait(timeout_s)
-        if over:
-            for thread in self._threads:
-                thread.join()
+        if not over:
+            self._give_up_stalled(0.0)  # reads that hang: they have memory of their own
+            over = self.wait(0.0)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         return over
 
     # --- jobs
@@ -149,6 +184,8 @@ class Transfers:
             closed = self._closed
             if not closed:
                 self._open_jobs += 1
+                if job.is_load:
+                    self._open_loads.add(job)
                 queue.extend(tasks)
                 self._lock.notify(len(tasks))
         if closed or not tasks:
@@ -167,8 +204,26 @@ class Transfers:
         with self._lock:
             job.failures += number
             job.left -= number
-            last = job.left == 0
+            last = job.ends()
         if last:
+            self._finish(job, entered=True)
+
+    def _give_up_stalled(self, stall_s: float | None = None) -> None:
+        """Fail the loads that the disk has kept for too long, as far as they have not come."""
+        limit_s, now = STALL_S if stall_s is None else stall_s, time.monotonic()
+        ended = []
+        with self._lock:
+            for job in self._open_loads:
+                since = job.started or max(job.began, self._stored_at)
+                if job.given_up or job.left == job.copying or now - max(since, self._read_at) <= limit_s:
+                    continue
+                job.given_up = True
+                job.failures += job.left
+                self.load_failures.add(STALLED, job.left - job.copying)
+                if job.ends():
+                    ended.append(job)
+        for job in ended:
+            logger.warning("lmcache_nvme_backend: no read has ended for %g s: a load is given up", limit_s)
             self._finish(job, entered=True)
 
     def _finish(self, job: _Job, entered: bool = False) -> None:
@@ -187,6 +242,7 @@ class Transfers:
             if entered:
                 if not job.is_load:
                     self._rows_in_flight -= len(job.keys)
+                self._open_loads.discard(job)
                 self._open_jobs -= 1
                 self._lock.notify_all()
 
@@ -210,32 +266,55 @@ class Transfers:
 
     def _load_task(self, job: _Job, key: bytes, chunk: ChunkKey, row: int, pinned: bool) -> _Task:
         def load() -> None:
-            cause = "error"
+            cause, entered = GAVE_UP, False
             try:
-                with self._row(row) as into:
-                    result = self._store.get(chunk, into)
-                if isinstance(result, Hit):
-                    cause = "" if result.nbytes == self._row_bytes else "other size"
-                else:
-                    cause = result.cause.value
+                if not job.given_up:
+                    job.started = job.started or time.monotonic()
+                    cause = self._read(chunk)
+                with self._lock:
+                    if job.given_up:
+                        cause = GAVE_UP
+                    elif not cause:
+                        job.copying, entered = job.copying + 1, True
+                if not cause:
+                    self._copy_to(row)
             except Exception:
+                cause = "error"
                 logger.exception("lmcache_nvme_backend: a load failed")
             finally:
                 if pinned:
                     self._store.unpin(chunk)
-                if cause:
+                if cause and cause != GAVE_UP:
                     self.load_failures.add(cause)
                 with self._lock:
-                    if cause:
-                        job.failures += 1
-                    else:
-                        job.done.append(key)
+                    job.copying -= entered
                     job.left -= 1
-                    last = job.left == 0
+                    if not cause:
+                        job.done.append(key)
+                    elif cause != GAVE_UP:
+                        job.failures += 1
+                    last = job.ends()
                 if last:
                     self._finish(job, entered=True)
 
         return load
+
+    def _read(self, chunk: ChunkKey) -> str:
+        """Bring a chunk into this thread's own memory; why it could not be, or nothing."""
+        scratch: mmap.mmap | None = getattr(self._own, "scratch", None)
+        if scratch is None:  # page-aligned, for direct I/O
+            scratch = self._own.scratch = mmap.mmap(-1, self._row_bytes)
+        with memoryview(scratch) as into:
+            result = self._store.get(chunk, into[: self._row_bytes])
+        self._read_at = time.monotonic()
+        if isinstance(result, Hit):
+            return "" if result.nbytes == self._row_bytes else "other size"
+        return result.cause.value
+
+    def _copy_to(self, row: int) -> None:
+        """numpy copies without holding up the scheduler's thread."""
+        with self._row(row) as into:
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(self._own.scratch, np.uint8, self._row_bytes))
 
     def _store_job(self, job: _Job, prefix: RequestPrefix) -> None:
         try:
@@ -262,6 +341,7 @@ class Transfers:
             if result is None:
                 with self._row(row) as payload:
                     result = self._store.put(place.key, payload, depth=place.depth, parent=place.parent)
+                self._stored_at = time.monotonic()
             if result.kept:
                 job.done.append(key)
                 reached = max(reached, end)

@@ -1,11 +1,11 @@
-"""Two LMCache servers with their own NVMe directories over one real Redis server."""
+"""Two hosts, LMCache's own storage manager each, with their own NVMe directories over one real Redis server.
+
+The same with two servers in processes of their own, and engines: `tests/engine/test_lmcache_server.py`.
+"""
 
 from __future__ import annotations
 
-import shutil
 import signal
-import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,46 +18,11 @@ from lmcache.v1.mp_observability.event import EventType
 from lmcache.v1.platform import create_event_notifier
 from prometheus_client import REGISTRY
 
-from kvtier.engine import free_port
 from lmcache_nvme_backend.doors.mp.remote import Remote, parse_remote
 from lmcache_nvme_backend.errors import ConfigError
 
 from .conftest import MODEL, keys, layout, wait_for
-
-
-class Redis:
-    """A real Redis server on 127.0.0.1, with nothing on disk."""
-
-    def __init__(self, folder: Path) -> None:
-        binary = shutil.which("redis-server") or shutil.which("valkey-server")
-        if binary is None:
-            pytest.skip("neither redis-server nor valkey-server is installed")
-        self._command = [binary, "--save", "", "--bind", "127.0.0.1", "--dir", str(folder), "--port"]
-        self.port = free_port()
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen([*self._command, str(self.port)], stdout=subprocess.DEVNULL)
-        wait_for(self._answers)
-
-    def _answers(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
-
-    def ask(self, *words: str) -> str:
-        """One command, its answer as the server writes it."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
-            parts = [f"*{len(words)}", *(part for word in words for part in (f"${len(word)}", word)), ""]
-            connection.sendall("\r\n".join(parts).encode())
-            return connection.recv(1 << 20).decode(errors="replace")
-
-    def names(self, pattern: str) -> list[str]:
-        return [word for word in self.ask("KEYS", pattern).split("\r\n") if "@" in word]
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.wait()
+from .redis_server import Redis
 
 
 @pytest.fixture
@@ -292,9 +257,11 @@ def test_a_chunk_larger_than_the_copies_may_be_stays_here(hosts):
     assert counted(host, "stored") == 0
 
 
-def test_a_shared_file_system_behind(node, tmp_path):
-    """Any of LMCache's adapters can stand behind: its fs adapter on a directory that both hosts mount."""
-    behind = {"type": "fs", "base_path": str(tmp_path / "shared")}
+@pytest.mark.parametrize("kind", ["fs", "fs_native"])
+def test_a_shared_file_system_behind(node, tmp_path, kind):
+    """Any of LMCache's adapters can stand behind: its fs adapters on a directory that both hosts mount."""
+    (tmp_path / "shared").mkdir()
+    behind = {"type": kind, "base_path": str(tmp_path / "shared")}
     first, second = (node(tmp_path / name, behind=behind) for name in "ab")
     assert all(host.adapter.behind.remote.wait_up(30) for host in (first, second))
     first.store(keys(3))

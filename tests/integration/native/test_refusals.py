@@ -27,6 +27,10 @@ from tests.integration.native.room import Room, chunk_files
         ({"blocks_per_chunk": 64}, "staging_mib: found 1 MiB with chunks of 2.0 MiB"),
         ({"canonical_layout": True}, "canonical_layout: found"),
         ({"hybrid": True, "admission": "second-sight"}, "admission: found second-sight with a hybrid model"),
+        (
+            {"hybrid": True, "blocks_per_chunk": 2},
+            "blocks_per_chunk: found 2 with a model that keeps states; allowed: 1",
+        ),
         ({"policy": "fail"}, "kv_load_failure_policy: found 'fail'; allowed: recompute"),
         ({"connector": "OffloadingConnector", "module": None}, "kv_connector: found another one"),
     ],

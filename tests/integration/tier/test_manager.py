@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,13 +13,13 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
-from lmcache_nvme_backend.doors.tier import lookups
 from lmcache_nvme_backend.errors import ConfigError
 from lmcache_nvme_backend.store import ChunkStore, Hit
 from tests.integration.tier.world import (
     ATTENTION,
     ROW,
     STATE,
+    Make,
     Region,
     Request,
     World,
@@ -30,31 +28,8 @@ from tests.integration.tier.world import (
     keys_of,
     noise,
     offloading_config,
+    save_all,
 )
-
-Make = Callable[..., World]
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[Make]:
-    """A factory of engines' offloading on one root."""
-    made: list[World] = []
-
-    def make(**settings: object) -> World:
-        made.append(World(tmp_path, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.__exit__()
-
-
-def save_all(world: World, req_id: str, request: Request, keys=None) -> None:
-    context = world.begin(req_id, request)
-    keys = keys_of(request) if keys is None else keys
-    world.save(context, keys, noise(keys))
-    world.settle()
-    world.end(req_id)
 
 
 def test_what_the_host_has_lost_comes_back_byte_for_byte(world: Make):
@@ -138,63 +113,6 @@ def test_a_disk_that_fails_to_read_is_a_miss_and_no_livelock(world: Make, monkey
     context = one.begin("r2", request)
     assert one.found(context, keys_of(request)) == 0
     monkeypatch.setattr(os, "preadv", real)
-
-
-def test_lookups_and_jobs_never_wait_for_the_disk(world: Make, monkeypatch: pytest.MonkeyPatch):
-    """A disk that hangs in every read and write: the scheduler's thread goes on, and drains once it answers."""
-    one, request = world(rows=8), Request("a", 3)
-    save_all(one, "r1", request)
-    one.forget_host()
-    gate, waiting = threading.Event(), threading.Event()
-
-    def hangs(real: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **named: object) -> object:
-            waiting.set()
-            assert gate.wait(60)
-            return real(*arguments, **named)
-
-        return call
-
-    monkeypatch.setattr(ChunkStore, "get", hangs(ChunkStore.get))
-    monkeypatch.setattr(ChunkStore, "put", hangs(ChunkStore.put))
-    monkeypatch.setattr(ChunkStore, "match", hangs(ChunkStore.match))
-    context, keys = one.begin("r2", request), keys_of(request)
-    try:
-        assert one.manager.lookup(keys[0], context) is LookupResult.HIT_PENDING
-        one.step()
-        fresh = Request("b", 2)
-        second = one.begin("r3", fresh)
-        assert one.manager.lookup(keys_of(fresh)[0], second) is LookupResult.RETRY
-        one.save(second, keys_of(fresh), noise(keys_of(fresh)))
-        assert waiting.wait(60)
-        for _ in range(20):
-            one.step()
-            assert one.manager.lookup(keys[0], context) is LookupResult.HIT_PENDING
-    finally:
-        gate.set()
-    assert one.found(context, keys) == 3
-    one.settle()
-
-
-def test_a_lookup_that_the_disk_never_answers_is_a_miss_after_a_while(world: Make, monkeypatch: pytest.MonkeyPatch):
-    """vLLM asks in every step, and the request would wait for ever. An answer that comes too late changes nothing."""
-    one, request = world(), Request("a", 2)
-    gate = threading.Event()
-    monkeypatch.setattr(ChunkStore, "match", lambda *_, **__: gate.wait(60) and 0)
-    monkeypatch.setattr(lookups, "ANSWER_WAIT_S", 0.2)
-    first, second = one.begin("r1", Request("b", 1)), one.begin("r2", request)
-    one.step()  # the thread hangs while it tells of the first one
-    [key, *_] = keys_of(request)
-    try:
-        assert one.manager.lookup(key, second) is LookupResult.RETRY
-        one.step()
-        assert one.manager.lookup(key, second) is LookupResult.RETRY
-        time.sleep(0.3)
-        assert one.manager.lookup(key, second) is LookupResult.MISS
-    finally:
-        gate.set()
-    assert one.found(second, keys_of(request)) == 0
-    assert one.found(first, keys_of(Request("b", 1))) == 0
 
 
 def test_stores_beyond_the_bound_are_dropped_with_what_follows(world: Make, monkeypatch: pytest.MonkeyPatch):

@@ -30,11 +30,13 @@ CPULoadStoreSpec.keys = property(lambda self: self.block_ids)
 class TierRoom(Room):
     """With vLLM's tiering in place of the native door, on a CPU."""
 
-    def __init__(self, root: Path, *, hybrid: bool = False, host_rows: int = 200, **settings: Any) -> None:
-        row = 8 << 10 if hybrid else 4 * 8 << 10
+    def __init__(
+        self, root: Path, *, hybrid: bool = False, host_rows: int = 200, per_chunk: int = 1, **settings: Any
+    ) -> None:
+        row = per_chunk * (8 << 10 if hybrid else 4 * 8 << 10)
         super().__init__(
             root, hybrid=hybrid, connector="OffloadingConnector", spec_name="CpuTieringOffloadingSpec",
-            cpu_bytes_to_use=host_rows * row,
+            cpu_bytes_to_use=host_rows * row, blocks_per_chunk=per_chunk,
             secondary_tiers=[entry(root, **{"quota_gib": 0.05, "model_fingerprint": "room", **settings})],
         )  # fmt: skip
 
@@ -183,3 +185,15 @@ def test_a_second_sight_admission_is_refused_for_a_hybrid_model(room: Make) -> N
     """The order of its chunks remembers nothing of what has gone, so nothing would ever be stored."""
     with pytest.raises(ValueError, match="admission: found second-sight"):
         room(hybrid=True, admission="second-sight")
+
+
+@pytest.mark.parametrize(("hybrid", "per_chunk", "warned"), [(True, 4, True), (True, 1, False), (False, 4, False)])
+def test_chunks_in_which_a_state_is_hardly_ever_whole_are_warned_of(
+    room: Make, caplog: pytest.LogCaptureFixture, hybrid: bool, per_chunk: int, warned: bool
+) -> None:
+    """vLLM keeps a hybrid's states at few places; where nothing is found again for that, the log has said so."""
+    one = room(hybrid=hybrid, per_chunk=per_chunk)
+    one.serve("cold", prompt(TOKENS))
+    one.empty()
+    assert (one.serve("again", prompt(TOKENS)) == 0) is warned
+    assert ("the model keeps states" in caplog.text) is warned

@@ -40,7 +40,7 @@ def test_the_tier_works_under_this_releases_own_manager(version: str) -> None:
         "-q",
         "-p",
         "no:cacheprovider",
-        str(Path(__file__).parent / "test_manager.py"),
+        *(str(Path(__file__).parent / name) for name in ("test_manager.py", "test_stalls.py")),
     ]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout[-6000:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +80,9 @@ def entry(root: Path, **settings: Any) -> dict[str, Any]:
 def create_tier(root: Path, view: memoryview, groups: int = 1, config: Any = None, **settings: Any) -> Any:
     spec: Any = SimpleNamespace(config=config or offloading_config(groups), blocks_per_chunk=1, kv_events_config=None)
     return SecondaryTierFactory.create_secondary_tier(entry(root, **settings), view, spec)
+
+
+Make = Callable[..., "World"]
 
 
 class World:
@@ -170,6 +173,15 @@ class World:
         self.manager.reset_cache()
         if hasattr(self.manager, "on_reset_flushed"):  # since 0.33: workers write to no row any more
             self.manager.on_reset_flushed()
+
+
+def save_all(world: World, req_id: str, request: Request, keys: Sequence[Any] | None = None) -> None:
+    """One request, whose chunks are on the disk when it has ended."""
+    context = world.begin(req_id, request)
+    keys = keys_of(request) if keys is None else keys
+    world.save(context, keys, noise(keys))
+    world.settle()
+    world.end(req_id)
 
 
 def keys_of(request: Request, group: int = ATTENTION) -> list[Any]:

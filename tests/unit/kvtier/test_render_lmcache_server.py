@@ -107,15 +107,26 @@ def test_a_password_is_on_no_command_line() -> None:
     assert behind == {"type": "resp", "host": "::1", "port": 7000}
 
 
-def test_any_adapter_of_lmcache_can_stand_behind() -> None:
-    """A JSON object goes through as it is."""
-    spec: dict[str, Any] = {"type": "s3", "s3_endpoint": "https://s3.example", "s3_region": "eu"}
-    server, _ = commands(lmcache_server.render(made(), json.dumps(spec)))
-    assert json.loads(value(server, "--l2-adapter"))["adapter_params"]["behind"] == spec
+def test_any_adapter_of_lmcache_that_hosts_share_can_stand_behind() -> None:
+    """A JSON object goes through as it is, but for secrets that LMCache finds in the environment as well."""
+    spec: dict[str, Any] = {"type": "s3", "s3_endpoint": "s3://kv.s3.example", "s3_region": "eu"}
+    secret = {"aws_access_key_id": "id", "aws_secret_access_key": "hid den"}
+    for given in (spec, spec | secret):
+        server, _ = commands(lmcache_server.render(made(), json.dumps(given)))
+        assert json.loads(value(server, "--l2-adapter"))["adapter_params"]["behind"] == spec
+    assert "AWS_SECRET_ACCESS_KEY=hid den" in server and "AWS_ACCESS_KEY_ID=id" in server
+    redis = {"type": "resp", "host": "kv.example", "port": 6379}
+    server, _ = commands(lmcache_server.render(made(), json.dumps({**redis, "password": "s:cret"})))
+    assert "LMCACHE_RESP_PASSWORD=s:cret" in server
+    assert json.loads(value(server, "--l2-adapter"))["adapter_params"]["behind"] == redis
 
 
 @pytest.mark.parametrize(
-    "text", ["rediss://host", "redis://", "host:6379", "redis://host/3", "{", '{"host": "x"}', "redis://h:x"]
+    "text",
+    [
+        *("rediss://host", "redis://", "host:6379", "redis://host/3", "{", '{"host": "x"}', "redis://h:x"),
+        *('{"type": "nixl_store"}', '{"type": "mock"}', '{"type": "fs", "base_path": "/x", "serde": {}}'),
+    ],
 )
 def test_what_cannot_be_meant_is_refused(text: str) -> None:
     """The error names the option and says what is allowed."""
