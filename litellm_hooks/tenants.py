@@ -25,6 +25,8 @@ _UNMARKED = frozenset(
      "acompact_responses", "_aresponses_websocket", "_arealtime", "adecisions", "asystemone", "allm_passthrough_route"}
 )  # fmt: skip
 _FALLBACKS = ("fallbacks", "context_window_fallbacks", "content_policy_fallbacks")
+# What no model group is called: LiteLLM takes a mapping of such fields to lists for parameters, if another entry is.
+_NEVER_GROUPS = (*_OWN_FIELDS, "additional_drop_params", "extra_body", "vllm_xargs")
 
 
 def tenant_of(isolate_by: IsolateBy, user: Any) -> str | None:
@@ -44,6 +46,10 @@ def tenant_of(isolate_by: IsolateBy, user: Any) -> str | None:
 
 def is_generation(call_type: object) -> bool:
     return str(getattr(call_type, "value", call_type)) in _GENERATION
+
+
+def _is_responses(call_type: object) -> bool:
+    return str(getattr(call_type, "value", call_type)) in ("responses", "aresponses")
 
 
 def cannot_be_marked(call_type: object) -> bool:
@@ -67,8 +73,11 @@ def drop_client_values(data: MutableMapping[str, Any], isolated: bool) -> None:
     whole of `kv_transfer_params`, and a list of parameters to drop that would take ours out again."""
     places: list[MutableMapping[str, Any]] = [data]
     extra = data.get("extra_body")
-    if isinstance(extra, Mapping):
-        data["extra_body"] = dict(extra)
+    if extra is not None:
+        try:
+            data["extra_body"] = dict(extra)  # as LiteLLM does, so that pairs are no way round
+        except (TypeError, ValueError):
+            data["extra_body"] = {}
         places.append(data["extra_body"])
     for place in places:
         if isolated:
@@ -100,7 +109,7 @@ def isolate(data: MutableMapping[str, Any], call_type: object, tenant: str | Non
                 holder[field] = [_isolated_fallback(target, call_type, tenant) for target in holder[field]]
     if tenant is None:
         return
-    place = _place(data, str(getattr(call_type, "value", call_type)) in ("responses", "aresponses"))
+    place = _place(data, _is_responses(call_type))
     place["cache_salt"] = tenant
     place["kv_transfer_params"] = {TENANT_TAG: tenant}
 
@@ -114,9 +123,12 @@ def _isolated_fallback(target: object, call_type: object, tenant: str | None) ->
         return {
             group: [_isolated_fallback(inner, call_type, tenant) for inner in targets]
             for group, targets in target.items()
+            if tenant is None or group not in _NEVER_GROUPS
         }
     changed = dict(target)
     isolate(changed, call_type, tenant)
+    if "extra_body" not in target and _is_responses(call_type):
+        changed.pop("extra_body", None)  # the request's own stays then, with the tenant and all else that is in it
     return changed
 
 
@@ -128,7 +140,7 @@ def adapt_to_deployment(
     vllm = is_vllm(kwargs)
     if vllm and lora is not None:
         changed = dict(kwargs)
-        place = _place(changed, str(getattr(call_type, "value", call_type)) in ("responses", "aresponses"))
+        place = _place(changed, _is_responses(call_type))
         transfer = place.get("kv_transfer_params")
         place["kv_transfer_params"] = {**(transfer if isinstance(transfer, Mapping) else {}), LORA_TAG: lora}
         return changed

@@ -100,6 +100,7 @@ def dense(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
         first = stack.enter_context(start(model, root, folder, "first", DENSE, quota_gib=QUOTA_GIB))
         told["first"] = first
         told["answers"] = [first.answer(prompt(1)) for _ in range(2)]
+        first.wait_stored()  # on a busy machine the host buffer would push it out before the disk has it
         first.push_out(range(10, 14))
         told["evicted"] = first.answer(prompt(1))
         told["numbers"] = first.engine.metrics()

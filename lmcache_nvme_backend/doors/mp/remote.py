@@ -71,6 +71,7 @@ class Remote:
         self._up = threading.Event()
         self._suspect = False
         self._stop = threading.Event()
+        self._waking = threading.Lock()  # its own: `_lock` may be held while a client hangs
         self._closed = False
         self._closing: threading.Thread | None = None
         self._why = ""
@@ -240,7 +241,7 @@ class Remote:
         return self._suspect
 
     def _notify(self) -> None:
-        with self._lock:  # a descriptor that is closed may be somebody else's by now
+        with self._waking:  # a descriptor that is closed may be somebody else's by now
             if not self._closed:
                 self._wake.notify()
 
@@ -249,7 +250,7 @@ class Remote:
         self._stop.set()
         self._notify()
         self._thread.join(_CLOSE_WAIT_S + PROBE_DOWN_S)
-        with self._lock:
+        with self._waking:
             if not self._closed and not self._thread.is_alive():
                 self._closed = True
                 self._wake.close()

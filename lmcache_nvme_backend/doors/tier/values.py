@@ -11,11 +11,12 @@ from lmcache_nvme_backend.metrics import Value
 
 def exported_values(tier: Any) -> dict[str, Value]:
     """Values of ``metrics.METRICS`` as they are now. Nothing is reported of an engine step: none waits for the tier."""
-    if tier.store is None:
+    store = tier.store  # once: a shutdown takes it away
+    if store is None:
         return {}
     return {
         **lookup_values(tier.lookups.counts),
         **lost_values(tier.transfers.load_failures, tier.transfers.dropped, IN_FLIGHT),
-        **store_values(tier.store),
+        **store_values(store),
         "kvtier_staging_bytes": 0,
     }

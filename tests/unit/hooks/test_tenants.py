@@ -67,6 +67,28 @@ def test_client_cannot_name_a_tenant_in_its_fallbacks(call_type: str, field: str
     assert data["router_settings_override"][field] == data[field]
 
 
+@pytest.mark.parametrize("call_type", ["acompletion", "aresponses"])
+def test_a_clients_fallback_cannot_take_the_marks_away(call_type: str) -> None:
+    """A mapping of parameters to lists looks like one of groups, and LiteLLM lays it over the request where another
+    entry names a model; and `extra_body` may be pairs, which LiteLLM makes a mapping of."""
+    pairs = [["vllm_xargs", {"kv_transfer_params": {TENANT_TAG: "victim"}}], ["cache_salt", "victim"]]
+    leaving = {"additional_drop_params": ["cache_salt", "kv_transfer_params"], "extra_body": pairs}
+    data: dict[str, Any] = {"fallbacks": [dict(leaving), {"m": [dict(leaving)]}, {"model": "m", "extra_body": pairs}]}
+    isolate(data, call_type, "t1")
+    assert "victim" not in str(data) and "additional_drop_params" not in str(data)
+    data = {"extra_body": pairs, "vllm_xargs": {"kv_transfer_params": {TENANT_TAG: "victim"}}}
+    isolate(data, call_type, "t1")
+    assert "victim" not in str(data) and "t1" in str(data)
+
+
+def test_a_fallback_keeps_what_the_request_itself_asks_for() -> None:
+    """A fallback's `extra_body` replaces the request's: one that brings none is given none."""
+    data: dict[str, Any] = {"extra_body": {"top_k": 5}, "fallbacks": [{"model": "h"}]}
+    isolate(data, "aresponses", "t1")
+    assert data["fallbacks"] == [{"model": "h"}]
+    assert data["extra_body"] == {"top_k": 5, "cache_salt": "t1", "kv_transfer_params": {TENANT_TAG: "t1"}}
+
+
 def test_without_isolation_only_the_tags_are_taken_out() -> None:
     """A client's own salt and transfer parameters stay where nothing is isolated, but the tags are never a client's."""
     data: dict[str, Any] = {"cache_salt": "mine", "kv_transfer_params": {TENANT_TAG: "x", LORA_TAG: "y", "other": 1}}
