@@ -123,6 +123,18 @@ def test_a_hybrid_model_is_served_from_the_drive_alone(start_native: Start, tmp_
         assert served.metric("kvtier_chunks_load_failed_total", cause="absent") == 0
 
 
+@pytest.mark.long
+def test_two_engines_on_one_root_serve_each_other(start_native: Start, tmp_path: Path) -> None:
+    """Both live: what one stores the other loads, either way and without being told, with the same token ids."""
+    with start_native(tmp_path) as first, start_native(tmp_path) as second:
+        for asking, storing, seed in ((second, first, 0), (second, first, 1), (first, second, 2)):
+            cold, loaded = from_tier(storing, prompt(seed))
+            assert loaded == 0
+            storing.wait_stored()
+            assert from_tier(asking, prompt(seed)) == (cold, WHOLE)
+            assert from_tier(storing, prompt(seed)) == (cold, 0)
+
+
 def test_what_would_end_requests_ends_the_start(start_native: Start, tmp_path: Path) -> None:
     """In the front process, with the reason as the last line."""
     with pytest.raises(EngineStartError) as caught, start_native(tmp_path, kv_load_failure_policy="fail"):
